@@ -1,0 +1,137 @@
+"""HTTP bodies between the proxy and the prompt and completion services. Token ids only, never text."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from wire.sampling import SamplingParams
+
+EngineRole = Literal["prompt", "completion", "normal"]
+
+FinishReason = Literal[
+    "stop",
+    "length",
+    "abort",
+    "prompt_length_exceeded",
+    "insufficient_system_resource",
+    "structured_output_failed",
+    "vision_encoder_failed",
+    "handed_over_elsewhere",
+    "error",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one output position, of the unmodified model distribution."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputToken:
+    """One generated token; `index` counts the request's output tokens from 0."""
+
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEngineAddress:
+    """Where a completion engine finds the prompt engine that holds its request's KV blocks."""
+
+    engine_id: str
+    epoch: int
+    control_address: str
+    """ZMQ endpoint of the hand-over protocol, such as `tcp://10.0.0.7:7101`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRequest:
+    """Body of `POST /v1/prompt`."""
+
+    request_id: str
+    handover_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResponse:
+    """Answer of `POST /v1/prompt`: the first token, sampled by the prompt engine.
+
+    `finish_reason` is set when that token already ends the request; then nothing is handed over.
+    """
+
+    request_id: str
+    token: OutputToken
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """Body of `POST /v1/completion`; the answer is a stream of `CompletionEvent` (SSE).
+
+    A completion engine needs `handover_id` and `prompt_engine` and streams from output index 1; a NORMAL
+    engine takes neither and streams from output index 0.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    handover_id: str | None = None
+    prompt_engine: PromptEngineAddress | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionEvent:
+    """One server-sent event of a completion stream: the tokens of one step, or its end.
+
+    Exactly one event of a stream carries `finish_reason` or `error`, and it is the last one.
+    """
+
+    tokens: tuple[OutputToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    """Only from a NORMAL engine, in its first event."""
+    error: "ServiceError | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceError:
+    """The `error` object of every non-2xx answer and of a failed stream, in OpenAI's shape."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorBody:
+    error: ServiceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Answer of `GET /info`: who the engine is, whom it may be paired with, what it can take."""
+
+    role: EngineRole
+    engine_id: str
+    epoch: int
+    model: str
+    compatibility_hash: str
+    compatibility: dict[str, str] = field(default_factory=dict)
+    """The fields behind the hash, so that an error can name the one that differs."""
+    control_address: str | None = None
+    transport: str | None = None
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    num_usable_blocks: int
+    num_free_blocks: int
+    version: str
