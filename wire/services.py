@@ -15,9 +15,11 @@ FinishReason = Literal[
     "insufficient_system_resource",
     "structured_output_failed",
     "vision_encoder_failed",
-    "handed_over_elsewhere",
+    "handover_withdrawn",
     "error",
 ]
+"""Why a request ended. `handover_withdrawn` ends a completion leg whose prompt engine took the hand-over back
+because the first token already ended the request, or because the prompt leg was aborted: it is no failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,8 @@ class PromptResponse:
 class CompletionRequest:
     """Body of `POST /v1/completion`; the answer is a stream of `CompletionEvent` (SSE).
 
+    The status line says whether the engine takes the request at all, at once; what fails later is an event.
+
     A completion engine needs `handover_id` and `prompt_engine` and streams from output index 1; a NORMAL
     engine takes neither and streams from output index 0.
     """
@@ -99,6 +103,8 @@ class CompletionEvent:
     num_cached_tokens: int | None = None
     """Only from a NORMAL engine, in its first event."""
     error: "ServiceError | None" = None
+    error_status: int | None = None
+    """The HTTP status `error` would have had, had it come before the status line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

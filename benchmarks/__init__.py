@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.<name> [--json FILE]`. Ratios within one run, never timed tests."""

@@ -1,0 +1,92 @@
+"""`POST /v1/completion`: token ids in, a stream of token ids out.
+
+The status line comes at once and says whether this engine takes the request; a failure after that, such as a
+hand-over that does not come, is an event with the status it would have had.
+"""
+
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI, Response
+
+from engine.ipc import AddRequest, RequestOutput
+from engine.serving.app import create_service_app
+from engine.serving.engine_link import EngineLink
+from engine.serving.errors import InvalidRequest, ServiceFailure
+from engine.serving.limits import check_limits
+from engine.serving.metrics import ServiceMetrics
+from engine.serving.streaming import EventStream
+from engine.serving.supervisor import EngineSupervisor
+from wire.json_body import to_json
+from wire.services import CompletionEvent, CompletionRequest, EngineRole
+
+
+def create_app(role: EngineRole, supervisor: EngineSupervisor, max_body_bytes: int) -> FastAPI:
+    """`role` is `completion` or `normal`."""
+    metrics = ServiceMetrics(role, supervisor)
+    app = create_service_app("Tandem completion service", role, supervisor, metrics, max_body_bytes)
+
+    @app.post("/v1/completion")
+    async def completion(body: CompletionRequest) -> Response:
+        check_role(role, body)
+        link = supervisor.link
+        assert supervisor.engine is not None, "a link exists only while the engine is ready"
+        check_limits(supervisor.engine, body.prompt_token_ids, body.sampling)
+        return EventStream(events(link, engine_request(body), metrics))
+
+    return app
+
+
+def check_role(role: EngineRole, body: CompletionRequest) -> None:
+    """Raise `InvalidRequest` when the request is meant for the other kind of engine."""
+    is_handover = body.prompt_engine is not None and body.handover_id is not None
+    if role == "completion" and not is_handover:
+        raise InvalidRequest(
+            "a completion engine needs prompt_engine and handover_id; it cannot prefill",
+            param="prompt_engine",
+        )
+    if role == "normal" and (body.prompt_engine is not None or body.handover_id is not None):
+        raise InvalidRequest(
+            "a normal engine prefills by itself and takes no prompt_engine and no handover_id",
+            param="prompt_engine",
+        )
+
+
+def engine_request(body: CompletionRequest) -> AddRequest:
+    return AddRequest(
+        request_id=body.request_id,
+        prompt_token_ids=body.prompt_token_ids,
+        sampling=body.sampling,
+        handover_id=body.handover_id,
+        prompt_engine=body.prompt_engine,
+    )
+
+
+async def events(link: EngineLink, request: AddRequest, metrics: ServiceMetrics) -> AsyncIterator[bytes]:
+    """The request's outputs as server-sent events; closing the iterator aborts the request."""
+    started_s = time.monotonic()
+    outcome = "abort"
+    is_first = True
+    try:
+        with link.open_stream(request) as stream:
+            async for output in stream:
+                if is_first:
+                    metrics.observe_first_token(time.monotonic() - started_s)
+                    is_first = False
+                yield frame(event_of(output))
+                outcome = output.finish_reason or outcome
+    except ServiceFailure as failure:
+        outcome = "error"
+        yield frame(CompletionEvent(error=failure.error, error_status=failure.status))
+    finally:
+        metrics.count_request(outcome)
+
+
+def event_of(output: RequestOutput) -> CompletionEvent:
+    return CompletionEvent(
+        tokens=output.tokens, finish_reason=output.finish_reason, num_cached_tokens=output.num_cached_tokens
+    )
+
+
+def frame(event: CompletionEvent) -> bytes:
+    return b"data: " + to_json(event) + b"\n\n"

@@ -1,0 +1,1 @@
+"""Executes what the scheduler decides: step loop, model runner, KV pool, sampler, the engine process."""

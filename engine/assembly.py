@@ -1,0 +1,138 @@
+"""Builds an engine from its configuration: model, pool, scheduler, role. The one place that knows them all."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from kv_transfer.transports.choose import choose_transport
+
+from engine.completion_role import CompletionHandover
+from engine.config import EngineConfig
+from engine.errors import EngineError, EngineStartError
+from engine.handover_role import HandoverRole, NoHandover
+from engine.ipc import Ready
+from engine.kv_pool import KVPool
+from engine.llm_engine import LLMEngine
+from engine.model_runner import ModelRunner, keep_freed_memory, load_model_runner
+from engine.prompt_role import PromptHandover
+from engine.sampler import Sampler
+from kv_transfer.errors import TransferError
+from kv_transfer.layout import Identity, Region
+from kv_transfer.messages import PROTOCOL_VERSION
+from kv_transfer.settings import TransferSettings
+from kv_transfer.sink import HandoverSink
+from kv_transfer.source import HandoverSource
+from kv_transfer.transport import Transport
+from model_files.errors import ModelFilesError
+from model_files.interface import ModelFiles
+from model_files.resolve import resolve_model
+from shared_scheduler import EngineType, Scheduler, SchedulerConfig, SchedulerConfigError
+
+logger = logging.getLogger(__name__)
+
+ReportProgress = Callable[[str, float], None]
+
+_ENGINE_TYPES = {
+    "prompt": EngineType.PROMPT,
+    "completion": EngineType.COMPLETION,
+    "normal": EngineType.NORMAL,
+}
+
+
+def build_engine(
+    config: EngineConfig, wake: Callable[[], None], report: ReportProgress
+) -> tuple[LLMEngine, Ready]:
+    """An engine that can take requests; `EngineStartError` says in one line what stands in the way."""
+    keep_freed_memory()
+    torch.set_num_threads(config.num_threads)
+    try:
+        report("reading the model", 0.3)
+        files = resolve_model(config.model)
+        report("loading weights", 0.4)
+        runner = load_model_runner(
+            files,
+            weight_format=config.dtype,
+            block_size=config.block_size,
+            kv_bytes=config.kv_bytes,
+            max_model_len=config.max_model_len,
+            num_threads=config.num_threads,
+        )
+        scheduler = Scheduler(scheduler_config(config, runner))
+        report("starting transfers", 0.9)
+        identity = Identity(config.engine_id, config.epoch, compatibility(config, files, runner.kv_pool))
+        role, transport, control_address = build_role(config, identity, runner.kv_pool, scheduler, wake)
+    except (ModelFilesError, EngineError, TransferError, SchedulerConfigError) as error:
+        raise EngineStartError(str(error)) from error
+    engine = LLMEngine(scheduler, runner, Sampler(), role)
+    ready = Ready(
+        model=files.name,
+        compatibility_hash=identity.compatibility_hash,
+        compatibility=dict(identity.compatibility),
+        control_address=control_address,
+        transport=transport,
+        max_model_len=scheduler.config.max_model_len,
+        vocab_size=runner.config.vocab_size,
+        stats=engine.stats(),
+    )
+    return engine, ready
+
+
+def scheduler_config(config: EngineConfig, runner: ModelRunner) -> SchedulerConfig:
+    """The scheduler's configuration; `EngineStartError` when the pool cannot hold the promised length."""
+    pool, model = runner.kv_pool, runner.config
+    num_pool_tokens = (pool.num_blocks - 1) * config.block_size
+    max_model_len = config.max_model_len or min(model.max_position_embeddings, num_pool_tokens)
+    if max_model_len > model.max_position_embeddings:
+        raise EngineStartError(
+            f"--max-model-len {max_model_len} is more than the {model.max_position_embeddings} positions "
+            "of the model"
+        )
+    if max_model_len > num_pool_tokens:
+        raise EngineStartError(
+            f"--max-model-len {max_model_len} does not fit --kv-bytes {config.kv_bytes}, which holds "
+            f"{num_pool_tokens} tokens"
+        )
+    return SchedulerConfig(
+        engine_type=_ENGINE_TYPES[config.role],
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=pool.num_blocks,
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def compatibility(config: EngineConfig, files: ModelFiles, pool: KVPool) -> dict[str, str]:
+    """What must be equal on both ends of a hand-over."""
+    return {
+        "protocol": str(PROTOCOL_VERSION),
+        "model": files.name,
+        "revision": files.revision,
+        "weights": config.dtype,
+        "kv_layout": str(pool.layout),
+        "block_size": str(config.block_size),
+        "state": "none",
+        "tensor_parallel": "1",
+    }
+
+
+def build_role(
+    config: EngineConfig, identity: Identity, pool: KVPool, scheduler: Scheduler, wake: Callable[[], None]
+) -> tuple[HandoverRole, str | None, str | None]:
+    """The engine's role, the transport it uses and the address peers reach it at."""
+    if config.role == "normal":
+        return NoHandover(scheduler), None, None
+    transport: Transport = choose_transport(config.transport)
+    settings = TransferSettings(lease_s=config.lease_s, advertise_host=config.control_advertise_host)
+    regions = [Region("kv", pool.address, pool.block_bytes, pool.num_blocks)]
+    if config.role == "completion":
+        sink = HandoverSink(identity, regions, transport, settings, wake)
+        return (
+            CompletionHandover(scheduler, sink, config.handover_wait_s, time.monotonic),
+            transport.name,
+            None,
+        )
+    source = HandoverSource(identity, regions, transport, config.control_bind, settings, wake)
+    return PromptHandover(scheduler, source), transport.name, source.control_address

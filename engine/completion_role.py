@@ -1,0 +1,196 @@
+"""The COMPLETION engine's side of a hand-over.
+
+1. asked      the prompt engine was asked for the hand-over; it is still prefilling
+2. offered    the prompt is computed; blocks and slot are reserved here, at once or when there is room
+3. pulling    the blocks are being read into place
+4. arrived    all reads are in and confirmed: the sequence is ready to decode and leaves this module
+5. leaving    it failed, was aborted, or waited too long; its blocks go back once no read can touch them
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.handover_role import flatten_counters
+from engine.ipc import AddRequest, RequestFailure, RequestOutput
+from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable
+from kv_transfer.sink import HandoverSink
+from shared_scheduler import AllocStatus, Scheduler, Sequence
+from wire.services import ServiceError
+
+Stage = Literal["asked", "offered", "pulling", "leaving"]
+
+_STATUS_OF_FAILURE: dict[FailReason, int] = {
+    "incompatible": 409,
+    "wrong_engine": 409,
+    "expired": 410,
+    "offer_timeout": 504,
+    "read_timeout": 504,
+    "confirm_timeout": 504,
+}
+"""HTTP status of a failed hand-over; every other reason is a 503: this pair cannot serve the request now."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A sequence on its way here."""
+
+    sequence: Sequence
+    handover_id: str
+    deadline_s: float
+    stage: Stage = "asked"
+    first_token_id: int | None = None
+
+
+class CompletionHandover:
+    def __init__(
+        self, scheduler: Scheduler, sink: HandoverSink, wait_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self._sink = sink
+        self._wait_s = wait_s
+        self._clock = clock
+        self._arrivals: dict[str, Arrival] = {}
+        """By hand-over id, in order of arrival."""
+        self._handover_ids: dict[str, str] = {}
+        """request id → hand-over id, of those in `_arrivals` that have not failed."""
+
+    def start(self, request: AddRequest, sequence: Sequence) -> None:
+        handover_id, prompt_engine = request.handover_id, request.prompt_engine
+        assert handover_id is not None, "the completion service refuses requests without a hand-over"
+        assert prompt_engine is not None
+        self._arrivals[handover_id] = Arrival(sequence, handover_id, self._clock() + self._wait_s)
+        self._handover_ids[request.request_id] = handover_id
+        self._sink.request(handover_id, prompt_engine)
+
+    def abort(self, request_id: str) -> None:
+        handover_id = self._handover_ids.pop(request_id, None)
+        if handover_id is None:
+            self._scheduler.abort(request_id)
+        else:
+            self._leave(self._arrivals[handover_id])
+
+    def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
+        pass
+
+    def poll(self) -> Items[RequestOutput]:
+        failures: list[RequestOutput] = []
+        for event in self._sink.events():
+            arrival = self._arrivals.get(event.handover_id)
+            if arrival is None:
+                continue
+            match event:
+                case Offered():
+                    failures += self._on_offered(arrival, event)
+                case Arrived():
+                    self._on_arrived(arrival)
+                case Failed():
+                    failures += self._on_failed(arrival, event)
+                case Reclaimable():
+                    self._forget(arrival)
+        failures += self._make_room()
+        failures += self._expire()
+        return failures
+
+    def num_handovers(self) -> int:
+        return len(self._arrivals)
+
+    def transfer_counters(self) -> dict[str, float]:
+        return flatten_counters(self._sink.stats())
+
+    def close(self) -> None:
+        self._sink.close()
+
+    def _on_offered(self, arrival: Arrival, offer: Offered) -> list[RequestOutput]:
+        if arrival.stage != "asked":
+            return []
+        num_prompt_tokens = arrival.sequence.num_prompt_tokens
+        if offer.num_tokens != num_prompt_tokens:
+            message = (
+                f"the prompt engine holds {offer.num_tokens} tokens under this hand-over id, "
+                f"the request has {num_prompt_tokens}"
+            )
+            return [self._give_up(arrival, 409, "handover_mismatch", message)]
+        arrival.stage = "offered"
+        arrival.first_token_id = offer.first_token_id
+        return []
+
+    def _make_room(self) -> list[RequestOutput]:
+        """Reserve blocks for offered sequences, in order of arrival, until one has to wait."""
+        failures: list[RequestOutput] = []
+        for arrival in [a for a in self._arrivals.values() if a.stage == "offered"]:
+            status = self._scheduler.reserve_remote(arrival.sequence)
+            if status is AllocStatus.LATER:
+                break
+            if status is AllocStatus.NEVER:
+                message = (
+                    f"{arrival.sequence.num_prompt_tokens} prompt tokens never fit this engine's KV pool "
+                    "(--kv-bytes)"
+                )
+                failures.append(self._give_up(arrival, 400, "context_length_exceeded", message))
+                continue
+            arrival.stage = "pulling"
+            cache = arrival.sequence.cache
+            self._sink.pull(arrival.handover_id, cache.block_table, cache.state_id)
+        return failures
+
+    def _on_arrived(self, arrival: Arrival) -> None:
+        if arrival.stage == "pulling":
+            assert arrival.first_token_id is not None
+            self._scheduler.admit_arrived(arrival.sequence, arrival.first_token_id)
+            self._handover_ids.pop(arrival.sequence.request_id)
+            del self._arrivals[arrival.handover_id]
+        else:
+            # Aborted while the confirmation was on its way: nothing reads any more, nobody wants it.
+            self._forget(arrival)
+
+    def _on_failed(self, arrival: Arrival, event: Failed) -> list[RequestOutput]:
+        was_wanted = arrival.stage != "leaving"
+        arrival.stage = "leaving"
+        if event.blocks_safe:
+            self._forget(arrival)
+        if not was_wanted:
+            return []
+        request_id = arrival.sequence.request_id
+        self._handover_ids.pop(request_id, None)
+        if event.reason == "withdrawn":
+            return [RequestOutput(request_id=request_id, finish_reason="handover_withdrawn")]
+        status = _STATUS_OF_FAILURE.get(event.reason, 503)
+        return [_failure(request_id, status, f"handover_{event.reason}", event.message)]
+
+    def _expire(self) -> list[RequestOutput]:
+        now_s = self._clock()
+        late = [a for a in self._arrivals.values() if a.stage != "leaving" and a.deadline_s <= now_s]
+        return [
+            self._give_up(
+                arrival,
+                503 if arrival.stage == "offered" else 504,
+                "handover_timeout",
+                f"the request waited {self._wait_s:g} s in stage {arrival.stage!r} (--handover-wait-s)",
+            )
+            for arrival in late
+        ]
+
+    def _give_up(self, arrival: Arrival, status: int, code: str, message: str) -> RequestOutput:
+        request_id = arrival.sequence.request_id
+        self._handover_ids.pop(request_id, None)
+        self._leave(arrival)
+        return _failure(request_id, status, code, message)
+
+    def _leave(self, arrival: Arrival) -> None:
+        """Let go of a hand-over at any stage; `Reclaimable` will say when its blocks are free of reads."""
+        arrival.stage = "leaving"
+        self._sink.abandon(arrival.handover_id)
+
+    def _forget(self, arrival: Arrival) -> None:
+        if arrival.sequence.holds_blocks:
+            self._scheduler.drop_remote(arrival.sequence)
+        del self._arrivals[arrival.handover_id]
+        self._handover_ids.pop(arrival.sequence.request_id, None)
+
+
+def _failure(request_id: str, status: int, code: str, message: str) -> RequestOutput:
+    error_type = "invalid_request_error" if status < 500 else "server_error"
+    error = ServiceError(message=message, type=error_type, code=code)
+    return RequestOutput(request_id=request_id, failure=RequestFailure(status, error))

@@ -1,0 +1,28 @@
+"""Exceptions of the engine.
+
+EngineError
+├── EngineStartError    the engine process cannot start; one line that says what to do
+├── KVPoolError         the KV pool cannot be made; the message names --kv-bytes or --block-size
+├── WeightFormatError   the weights cannot be kept in the form asked for by --dtype
+└── ModelOutputError    the model produced something that no token can be drawn from
+"""
+
+
+class EngineError(Exception):
+    """Root of everything the engine raises."""
+
+
+class EngineStartError(EngineError):
+    """The engine process cannot start with its configuration."""
+
+
+class KVPoolError(EngineError, ValueError):
+    """The KV pool does not fit, or holds no usable block."""
+
+
+class WeightFormatError(EngineError, ValueError):
+    """A weight format that does not exist, or that this machine or model does not allow."""
+
+
+class ModelOutputError(EngineError):
+    """Logits that are not numbers."""

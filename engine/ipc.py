@@ -1,0 +1,123 @@
+"""Messages between a service's HTTP process and its engine process: msgpack over two ZMQ ipc sockets.
+
+Both ends belong to the same installation and start together, so there is no version handshake. The engine
+sends one `StepEvents` per step however many requests took part in it.
+"""
+
+import msgspec
+
+from wire.sampling import SamplingParams
+from wire.services import FinishReason, OutputToken, PromptEngineAddress, ServiceError
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A request for the engine. A prompt engine needs `handover_id`; a completion engine needs
+    `prompt_engine` too; a NORMAL engine takes neither."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    handover_id: str | None = None
+    prompt_engine: PromptEngineAddress | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The client of this request is gone; unknown ids are ignored."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the process once this message is reached."""
+
+
+Command = AddRequest | Abort | Shutdown
+
+
+class RequestFailure(msgspec.Struct, frozen=True):
+    """Why a request ended without a finish reason, and the HTTP status that says so."""
+
+    status: int
+    error: ServiceError
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step produced for one request; the last one carries `finish_reason` or `failure`."""
+
+    request_id: str
+    tokens: tuple[OutputToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    failure: RequestFailure | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and running totals of an engine, sampled after a step or while idle."""
+
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int
+    num_usable_blocks: int
+    num_handovers: int = 0
+    """Prompt engine: hand-overs held for a reader. Completion engine: requests waiting for their KV."""
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preempted: int = 0
+    busy_s: float = 0.0
+    transfer: dict[str, float] = {}
+    """Counters of the hand-over protocol and its transport, by name."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A stage of loading has begun; `fraction` of the whole start lies behind it."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine accepts requests."""
+
+    model: str
+    compatibility_hash: str
+    compatibility: dict[str, str]
+    control_address: str | None
+    transport: str | None
+    max_model_len: int
+    vocab_size: int
+    stats: EngineStats
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start, with one line that says what to do; restarting would not help."""
+
+    message: str
+
+
+class StepEvents(msgspec.Struct, frozen=True, tag=True):
+    outputs: tuple[RequestOutput, ...]
+    stats: EngineStats
+
+
+Event = Progress | Ready | StartFailed | StepEvents
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode(message: Command | Event) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(frame: bytes) -> Command:
+    return _command_decoder.decode(frame)
+
+
+def decode_event(frame: bytes) -> Event:
+    return _event_decoder.decode(frame)

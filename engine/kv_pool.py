@@ -1,0 +1,131 @@
+"""The KV cache: one region of memory cut into blocks, written by the model and read by transports."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.errors import KVPoolError
+from kv_transfer.memory import HugePageRegion
+from model_files import ModelConfig
+
+NULL_BLOCK = 0
+_FLOAT32_BYTES = 4
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of one block: [num_layers, block_size, 2 (key, value), num_kv_heads, head_dim] of float32."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size: int) -> "KVLayout":
+        if block_size < 1:
+            raise KVPoolError(f"--block-size must be at least 1, got {block_size}")
+        return cls(config.num_layers, block_size, config.num_kv_heads, config.head_dim)
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, self.block_size, 2, self.num_kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        token_numbers = self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return token_numbers * self.block_size * _FLOAT32_BYTES
+
+    def __str__(self) -> str:
+        """Equal texts mean exchangeable blocks."""
+        return f"float32[{self.num_layers},{self.block_size},2,{self.num_kv_heads},{self.head_dim}]"
+
+
+class KVPool:
+    """`num_blocks` blocks in one contiguous huge-page region that lives as long as this object.
+
+    Block 0 is the null block: padding points at it, nothing is kept in it. The memory must stay finite
+    (it starts as zeros): rows that attention masks out are still multiplied by a weight of 0.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise KVPoolError(
+                f"the KV pool needs 2 blocks of {layout.block_bytes} bytes, one of them the null block, and "
+                f"gets {num_blocks}; raise --kv-bytes or lower --block-size"
+            )
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._region = _allocate(num_blocks * layout.block_bytes)
+        numbers = torch.from_numpy(self._region.buffer.view(np.float32))
+        self.tensor = numbers.view(num_blocks, *layout.block_shape)
+        """[num_blocks, num_layers, block_size, 2, num_kv_heads, head_dim], float32."""
+        self.token_rows = numbers.view(num_blocks * layout.num_layers * layout.block_size, -1)
+        """The same memory, one row per (block, layer, token): keys of all heads, then their values."""
+        self.layer_rows = numbers.view(num_blocks * layout.num_layers, -1)
+        """The same memory, one row per (block, layer): `block_size` token rows after each other."""
+
+    @classmethod
+    def of_bytes(cls, layout: KVLayout, kv_bytes: int) -> "KVPool":
+        """As many blocks as fit `kv_bytes`, the null block included; KVPoolError if that is no usable one."""
+        return cls(layout, kv_bytes // layout.block_bytes)
+
+    @property
+    def address(self) -> int:
+        return self._region.address
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def copy_block(self, source: int, destination: int) -> None:
+        self.tensor[destination].copy_(self.tensor[source])
+
+    def zero(self) -> None:
+        self.tensor.zero_()
+
+    def check_invariants(self) -> None:
+        assert self.tensor.data_ptr() == self.address
+        assert self.tensor.is_contiguous()
+        assert not self.tensor[NULL_BLOCK].isnan().any()
+
+
+def _allocate(num_bytes: int) -> HugePageRegion:
+    available = _available_bytes()
+    if available is not None and num_bytes > available:
+        raise KVPoolError(
+            f"the KV pool of {num_bytes} bytes does not fit the {available} bytes of free memory; "
+            "lower --kv-bytes"
+        )
+    try:
+        return HugePageRegion(num_bytes)
+    except (OSError, OverflowError) as error:
+        raise KVPoolError(f"cannot map {num_bytes} bytes ({error}); lower --kv-bytes") from None
+
+
+def _available_bytes() -> int | None:
+    """What this process may still take, by the machine and by its container; None where nobody says."""
+    limits = [limit for limit in (_machine_bytes(), _container_bytes()) if limit is not None]
+    return min(limits, default=None)
+
+
+def _machine_bytes() -> int | None:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    kibibytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if kibibytes is None else int(kibibytes) * 1024
+
+
+def _container_bytes() -> int | None:
+    try:
+        return int(_CGROUP_LIMIT.read_text()) - int(_CGROUP_USAGE.read_text())
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        return None

@@ -1,0 +1,1 @@
+"""Model code: what turns token ids and a KV pool into logits."""

@@ -1,0 +1,110 @@
+"""Builds a model from a checkpoint: fuses, reorders and packs its weights, several layers at a time."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from engine.model.linear import Linear, WeightFormat, make_linear
+from engine.model.llama import LlamaLayer, LlamaModel, LlamaWeights
+from engine.model.rotary import pairs_from_halves, rotary_table
+from model_files import ModelConfig, ModelFiles, ModelFilesError, Weights
+
+
+def load_model(
+    files: ModelFiles, weight_format: WeightFormat, *, max_positions: int, num_threads: int = 2
+) -> LlamaModel:
+    """The model of `files` for positions below `max_positions`.
+
+    ModelFilesError names a tensor that is missing or of another shape than the configuration says.
+    """
+    config = files.config()
+    loader = _Loader(config, files.weights(), weight_format)
+    with ThreadPoolExecutor(num_threads) as threads:  # reading and packing release the GIL
+        head = threads.submit(loader.head)
+        layers = tuple(threads.map(loader.layer, range(config.num_layers)))
+        weights = LlamaWeights(
+            embedding=loader.embedding,
+            rotations=rotary_table(config, max_positions),
+            layers=layers,
+            final_norm=loader.tensor("model.norm.weight", config.hidden_size),
+            head=head.result(),
+        )
+    return LlamaModel(config, weights)
+
+
+class _Loader:
+    def __init__(self, config: ModelConfig, weights: Weights, weight_format: WeightFormat) -> None:
+        self._config = config
+        self._weights = weights
+        self._format = weight_format
+        self.embedding = self.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """The named tensor, checked to be of `shape`, in memory that may be kept and changed."""
+        values = self._weights.get(name)
+        if values.shape != shape:
+            raise ModelFilesError(
+                f"tensor {name} has shape {values.shape}, but the model's configuration says {shape}; "
+                "use files that belong together"
+            )
+        return torch.from_numpy(values if values.flags.writeable else np.array(values))
+
+    def head(self) -> Linear:
+        config = self._config
+        if config.tie_word_embeddings:
+            return make_linear(self.embedding, None, self._format)
+        weight = self.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        return make_linear(weight, None, self._format)
+
+    def layer(self, index: int) -> LlamaLayer:
+        config, prefix = self._config, f"model.layers.{index}"
+        return LlamaLayer(
+            input_norm=self.tensor(f"{prefix}.input_layernorm.weight", config.hidden_size),
+            qkv=self._qkv(f"{prefix}.self_attn"),
+            qk_norm=self._qk_norm(f"{prefix}.self_attn") if config.qk_norm else None,
+            output=self._linear(
+                f"{prefix}.self_attn.o_proj",
+                config.hidden_size,
+                config.num_heads * config.head_dim,
+                bias=config.attention_output_bias,
+            ),
+            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+            gate_up=self._gate_up(f"{prefix}.mlp"),
+            down=self._linear(
+                f"{prefix}.mlp.down_proj", config.hidden_size, config.intermediate_size, bias=config.mlp_bias
+            ),
+        )
+
+    def _linear(self, name: str, num_outputs: int, num_inputs: int, *, bias: bool) -> Linear:
+        weight = self.tensor(f"{name}.weight", num_outputs, num_inputs)
+        return make_linear(weight, self.tensor(f"{name}.bias", num_outputs) if bias else None, self._format)
+
+    def _qkv(self, prefix: str) -> Linear:
+        weight = self._stack_qkv(prefix, "weight", self._config.hidden_size)
+        bias = self._stack_qkv(prefix, "bias") if self._config.attention_bias else None
+        return make_linear(weight, bias, self._format)
+
+    def _stack_qkv(self, prefix: str, kind: str, *columns: int) -> torch.Tensor:
+        config = self._config
+        num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q = self.tensor(f"{prefix}.q_proj.{kind}", num_q, *columns)
+        k = self.tensor(f"{prefix}.k_proj.{kind}", num_kv, *columns)
+        v = self.tensor(f"{prefix}.v_proj.{kind}", num_kv, *columns)
+        return torch.cat((pairs_from_halves(q, config.head_dim), pairs_from_halves(k, config.head_dim), v))
+
+    def _qk_norm(self, prefix: str) -> torch.Tensor:
+        config = self._config
+        q = pairs_from_halves(self.tensor(f"{prefix}.q_norm.weight", config.head_dim), config.head_dim)
+        k = pairs_from_halves(self.tensor(f"{prefix}.k_norm.weight", config.head_dim), config.head_dim)
+        return torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
+
+    def _gate_up(self, prefix: str) -> Linear:
+        config = self._config
+        shape = (config.intermediate_size, config.hidden_size)
+        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        weight = torch.cat([self.tensor(f"{name}.weight", *shape) for name in names])
+        bias = None
+        if config.mlp_bias:
+            bias = torch.cat([self.tensor(f"{name}.bias", config.intermediate_size) for name in names])
+        return make_linear(weight, bias, self._format)

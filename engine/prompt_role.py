@@ -1,0 +1,73 @@
+"""The PROMPT engine's side of a hand-over.
+
+1. start       the sequence is prefilled like any other; its hand-over id is remembered
+2. after_step  prefill done and not finished: the blocks are offered and stay pinned
+               finished (EOS, one token asked for, aborted): the hand-over is withdrawn, a waiting reader
+               is told
+3. poll        the reader let go, or its lease expired: the blocks go back to the pool
+"""
+
+from collections.abc import Sequence as Items
+
+from engine.handover_role import flatten_counters
+from engine.ipc import AddRequest, RequestOutput
+from kv_transfer.events import Released
+from kv_transfer.source import HandoverSource
+from kv_transfer.source_ledger import Offer
+from shared_scheduler import Scheduler, Sequence
+
+
+class PromptHandover:
+    def __init__(self, scheduler: Scheduler, source: HandoverSource) -> None:
+        self._scheduler = scheduler
+        self._source = source
+        self._prefilling: dict[str, str] = {}
+        """request id → hand-over id."""
+        self._held: dict[str, Sequence] = {}
+        """hand-over id → sequence whose blocks a reader may be reading."""
+
+    def start(self, request: AddRequest, sequence: Sequence) -> None:
+        assert request.handover_id is not None, "the prompt service always names a hand-over"
+        self._prefilling[request.request_id] = request.handover_id
+        self._scheduler.add_sequence(sequence)
+
+    def abort(self, request_id: str) -> None:
+        self._scheduler.abort(request_id)
+
+    def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
+        for sequence in prompts_done:
+            self._offer(sequence)
+        for sequence in ended:
+            handover_id = self._prefilling.pop(sequence.request_id, None)
+            if handover_id is not None:
+                self._source.withdraw(handover_id)
+
+    def poll(self) -> Items[RequestOutput]:
+        for event in self._source.events():
+            assert isinstance(event, Released)
+            sequence = self._held.pop(event.handover_id, None)
+            if sequence is not None:
+                self._scheduler.release_handover(sequence)
+        return ()
+
+    def num_handovers(self) -> int:
+        return len(self._held)
+
+    def transfer_counters(self) -> dict[str, float]:
+        return flatten_counters(self._source.stats())
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _offer(self, sequence: Sequence) -> None:
+        handover_id = self._prefilling.pop(sequence.request_id)
+        self._held[handover_id] = sequence
+        self._source.offer(
+            Offer(
+                handover_id=handover_id,
+                num_tokens=sequence.num_prompt_tokens,
+                block_ids=sequence.cache.block_table,
+                state_slot=sequence.cache.state_id,
+                first_token_id=sequence.last_token_id,
+            )
+        )

@@ -1,0 +1,105 @@
+"""Run an app and its engine supervisor until SIGTERM or SIGINT, then drain and leave with exit code 0."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.child_process import die_with_parent
+from engine.serving.errors import ServiceStartError
+from engine.serving.settings import EngineServiceSettings
+from engine.serving.supervisor import EngineSupervisor
+
+logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 2048
+
+
+def run_service(
+    app: FastAPI, supervisor: EngineSupervisor, program: str, settings: EngineServiceSettings
+) -> int:
+    """Serve until told to stop; returns the process's exit code."""
+    die_with_parent(signal.SIGTERM)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        listener = bind_listener(settings.host, settings.port)
+        uvicorn_config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(settings.grace_s),
+            lifespan="off",
+        )
+        server = DrainingServer(uvicorn_config, supervisor)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(server, listener, supervisor))
+    except ServiceStartError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """A listening socket; raises `ServiceStartError` naming the option when the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ServiceStartError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+        ) from error
+    listener.listen(LISTEN_BACKLOG)
+    return listener
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn that drains the supervisor on the first signal and does not raise the signal again."""
+
+    def __init__(self, config: uvicorn.Config, supervisor: EngineSupervisor) -> None:
+        super().__init__(config)
+        self._supervisor = supervisor
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self._on_signal)
+        yield
+
+    def _on_signal(self) -> None:
+        self._supervisor.drain()
+        self.force_exit = self.should_exit  # a second signal does not wait for the grace to end
+        self.should_exit = True
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket, supervisor: EngineSupervisor) -> None:
+    supervising = asyncio.create_task(supervisor.run())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.wait((supervising, serving), return_when=asyncio.FIRST_COMPLETED)
+        if supervising.done():
+            server.should_exit = True
+            await serving
+            supervising.result()
+    finally:
+        supervising.cancel()
+        await asyncio.gather(supervising, serving, return_exceptions=True)
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop

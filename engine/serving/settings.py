@@ -1,0 +1,71 @@
+"""What the prompt and the completion service have in common as flags and environment variables."""
+
+import os
+from typing import Literal
+
+from pydantic import Field
+
+from engine.config import EngineConfig
+from settings.loading import ProcessSettings
+from wire.services import EngineRole
+
+Transport = Literal["auto", "nixl", "zmq"]
+Dtype = Literal["fp16w", "fp32"]
+
+
+SHARED_WITH_ENGINE = (
+    "model",
+    "dtype",
+    "num_threads",
+    "block_size",
+    "kv_bytes",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "transport",
+    "lease_s",
+)
+"""Fields that an engine's configuration takes over as they are."""
+
+
+class EngineServiceSettings(ProcessSettings):
+    """Settings of a service that owns an engine."""
+
+    host: str = Field("127.0.0.1", description="address the HTTP server binds")
+    port: int = Field(7001, ge=0, le=65535, description="port of the HTTP server; 0 takes a free one")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    grace_s: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
+    max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused with 413")
+
+    model: str = Field(
+        "smollm2-135m-instruct",
+        description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
+    )
+    dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
+    num_threads: int = Field(
+        max(1, (os.cpu_count() or 2) // 2), ge=1, description="threads of the engine's matrix products"
+    )
+
+    block_size: int = Field(32, ge=1, le=1024, description="tokens in a KV block")
+    kv_bytes: int = Field(1 << 30, gt=0, description="memory of the KV pool")
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest prompt + completion in tokens; default: the model's own limit"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="sequences in a step at most")
+    max_num_batched_tokens: int = Field(512, ge=1, description="prompt tokens in a step at most (the chunk)")
+
+    transport: Transport = Field("auto", description="auto takes NIXL where it can be loaded, else ZMQ")
+    lease_s: float = Field(10.0, gt=0, description="how long KV blocks stay pinned for a silent reader")
+
+    def engine_config(
+        self, role: EngineRole, engine_id: str, epoch: int, commands: str, events: str
+    ) -> EngineConfig:
+        """The configuration of one engine process; `commands` and `events` are its ipc endpoints."""
+        return EngineConfig(
+            role=role,
+            engine_id=engine_id,
+            epoch=epoch,
+            command_endpoint=commands,
+            event_endpoint=events,
+            **{name: getattr(self, name) for name in SHARED_WITH_ENGINE},
+        )

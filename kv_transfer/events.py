@@ -1,0 +1,81 @@
+"""What the engine hears from a hand-over."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+EndReason = Literal["released", "abandoned", "expired", "withdrawn"]
+
+FailReason = Literal[
+    "peer_lost",
+    "connect_failed",
+    "incompatible",
+    "wrong_engine",
+    "withdrawn",
+    "expired",
+    "abandoned",
+    "superseded",
+    "refused",
+    "offer_timeout",
+    "bad_offer",
+    "bad_pull",
+    "read_failed",
+    "read_timeout",
+    "confirm_timeout",
+    "closed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Source: no reader holds this hand-over any more; its blocks and slot may be freed.
+
+    `released`: a reader has all of it. `abandoned`: the reader gave up. `expired`: nobody renewed the lease.
+    `withdrawn`: the engine took it back and no reader holds it now.
+    """
+
+    handover_id: str
+    reason: EndReason
+
+
+SourceEvent: TypeAlias = Released
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Sink: the prompt is computed; allocate `num_blocks` (or fewer, see `pull`) and call `pull`."""
+
+    handover_id: str
+    num_tokens: int
+    num_blocks: int
+    first_token_id: int
+    has_state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Sink, final: every read is in and the source confirmed that its blocks were valid throughout."""
+
+    handover_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Sink: the hand-over will not happen. Final if `blocks_safe`, else `Reclaimable` follows.
+
+    Until then a read may still write to the destination blocks: they must not be given to anyone.
+    """
+
+    handover_id: str
+    reason: FailReason
+    message: str
+    blocks_safe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimable:
+    """Sink, final: after `abandon` or an unsafe `Failed`; nothing can write to the destination any more."""
+
+    handover_id: str
+
+
+SinkEvent: TypeAlias = Offered | Arrived | Failed | Reclaimable

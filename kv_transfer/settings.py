@@ -1,0 +1,55 @@
+"""Time-outs and limits of the hand-over, in one place."""
+
+from dataclasses import dataclass, fields
+
+from kv_transfer.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """Both sides take the same settings; each comment says who uses the field. Every value must be > 0."""
+
+    lease_s: float = 10.0
+    """Source: how long blocks stay pinned without a word from a reader. Readers renew every sixth of it."""
+    connect_timeout_s: float = 3.0
+    """Sink: from first contact to the end of the hello."""
+    refused_timeout_s: float = 1.0
+    """Sink: how long a refused TCP connection is tried again."""
+    offer_timeout_s: float = 120.0
+    """Sink: how long to wait for the prompt engine's offer when the request brings no deadline."""
+    read_timeout_s: float = 5.0
+    """Sink: time allowed for any read, to which bytes / min_rate_bytes_per_s is added."""
+    min_rate_bytes_per_s: float = 50e6
+    confirm_timeout_s: float = 3.0
+    """Sink: from the release to the source's confirmation."""
+    fence_after_s: float = 7.0
+    """Sink: a read still running this long after it was given up costs the peer its connection."""
+    heartbeat_interval_s: float = 0.5
+    heartbeat_timeout_s: float = 1.5
+    """Both: silence on the control connection after which the peer counts as dead."""
+    max_handovers: int = 4096
+    """Both: hand-overs known at one time."""
+    max_peers: int = 1024
+    """Both: peers known at one time."""
+    max_blocks: int = 65536
+    """Both: blocks in one hand-over."""
+    advertise_host: str | None = None
+    """Source: host in `control_address` when it is bound to a wildcard."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "advertise_host" and not value > 0:
+                raise SettingsError(f"{item.name} must be positive, got {value}")
+        if self.heartbeat_timeout_s <= self.heartbeat_interval_s:
+            raise SettingsError(
+                f"heartbeat_timeout_s must be longer than heartbeat_interval_s "
+                f"({self.heartbeat_interval_s}), got {self.heartbeat_timeout_s}"
+            )
+
+    @property
+    def renew_interval_s(self) -> float:
+        return self.lease_s / 6
+
+    def read_deadline_s(self, num_bytes: int) -> float:
+        return self.read_timeout_s + num_bytes / self.min_rate_bytes_per_s

@@ -1,0 +1,320 @@
+"""The completion engine's end of the hand-over.
+
+The engine calls `request`, gets `Offered`, allocates, calls `pull`, gets `Arrived`. `abandon` works at any
+stage. Every decision is `PeerSession`'s, one for each prompt engine process; this module joins them to
+sockets, a clock and a thread.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kv_transfer.events import Failed, FailReason, SinkEvent
+from kv_transfer.layout import BlockIds, Identity, Region, as_block_ids
+from kv_transfer.messages import ToSource, encode
+from kv_transfer.pump import BUSY_S, IDLE_S, Clock, Pump
+from kv_transfer.settings import TransferSettings
+from kv_transfer.sink_session import PeerSession
+from kv_transfer.sockets import control_dealer, receive_all
+from kv_transfer.stats import SinkCounters, SinkStats
+from kv_transfer.transport import Transport
+from wire.services import PromptEngineAddress
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.02
+
+_MONITORED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
+
+class _Link:
+    """The control socket to one prompt engine process, with the monitor that notices its death."""
+
+    def __init__(
+        self,
+        address: PromptEngineAddress,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        poller: zmq.Poller,
+        settings: TransferSettings,
+        now_s: float,
+    ) -> None:
+        self.address = address
+        self._poller = poller
+        self._settings = settings
+        self._since_s = now_s
+        self._connected = False
+        self._data: zmq.Socket[bytes] | None = None
+        self.socket = control_dealer(context, settings)
+        self._monitor = self.socket.get_monitor_socket(_MONITORED)
+        for socket in (self.socket, self._monitor):
+            poller.register(socket, zmq.POLLIN)
+        self.socket.connect(address.control_address)
+
+    def watch(self, data: "zmq.Socket[bytes] | None") -> None:
+        """Also wake for the transport's own socket."""
+        if data is not self._data:
+            if self._data is not None:
+                self._poller.unregister(self._data)
+            if data is not None:
+                self._poller.register(data, zmq.POLLIN)
+            self._data = data
+
+    def trouble(self, now_s: float) -> tuple[FailReason, str] | None:
+        """Why the peer counts as lost, if it does."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._connected = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                return "peer_lost", "the connection is gone"
+            elif not self._connected and now_s - self._since_s >= self._settings.refused_timeout_s:
+                return "connect_failed", "nobody listens there"
+        return None
+
+    def close(self) -> None:
+        self.watch(None)
+        self._poller.unregister(self.socket)
+        self._poller.unregister(self._monitor)
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close()
+
+
+class HandoverSink:
+    """Fetches computed prompts. Thread-safe; owns one pump thread and the transport.
+
+    `wake` is called from the pump thread whenever `events` has something new; it must not block. Raises
+    `TransportUnavailable`; nothing is left open then.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        regions: Sequence[Region],
+        transport: Transport,
+        settings: TransferSettings,
+        wake: Callable[[], None],
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._identity = identity
+        self._regions = tuple(regions)
+        self._transport = transport
+        self._settings = settings
+        self._wake = wake
+        self._clock = clock
+        self._counters = SinkCounters()
+        self._events: deque[SinkEvent] = deque()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._peers: dict[PromptEngineAddress, tuple[PeerSession, _Link]] = {}
+        self._owner: dict[str, PeerSession] = {}
+        """Hand-over id to its session; entries of ended hand-overs go at the next tick."""
+        self._next_tick_s = clock()
+        self._pump = Pump("handover-sink", self._set_up, self._turn, self._tear_down, self._count_error)
+        self._pump.start()
+
+    def request(
+        self, handover_id: str, prompt_engine: PromptEngineAddress, deadline_s: float | None = None
+    ) -> None:
+        """Ask for a hand-over; `deadline_s` seconds are allowed until its `Offered`."""
+        limit_s = self._settings.offer_timeout_s if deadline_s is None else deadline_s
+        self._pump.post(lambda: self._request(handover_id, prompt_engine, limit_s))
+
+    def pull(
+        self,
+        handover_id: str,
+        local_block_ids: Sequence[int] | BlockIds,
+        local_state_slot: int | None = None,
+        *,
+        skip_blocks: int = 0,
+    ) -> None:
+        """After `Offered`: read all blocks but the first `skip_blocks` into `local_block_ids`, in order.
+
+        The destination must stay allocated until the final event. A wrong number of blocks is `Failed` with
+        reason bad_pull; a hand-over that has ended meanwhile is ignored, its event says why.
+        """
+        ids = as_block_ids(local_block_ids)
+        self._pump.post(lambda: self._pull(handover_id, ids, local_state_slot, skip_blocks))
+
+    def abandon(self, handover_id: str) -> None:
+        """Give up at any stage. The final event is `Reclaimable`, or the one that was already under way."""
+        self._pump.post(lambda: self._abandon(handover_id))
+
+    def events(self) -> list[SinkEvent]:
+        """What happened since the last call, in order."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def stats(self) -> SinkStats:
+        counters = self._counters
+        sessions = [session for session, _ in list(self._peers.values())]
+        return SinkStats(
+            num_handovers=sum(session.num_handovers for session in sessions),
+            num_peers=sum(session.is_ready for session in sessions),
+            num_quarantined_blocks=sum(session.num_quarantined_blocks for session in sessions),
+            requests=counters.requests,
+            arrived=counters.arrived,
+            abandoned=counters.abandoned,
+            failures_by_reason=dict(counters.failures),
+            bytes_read=counters.bytes_read,
+            blocks_read=counters.blocks_read,
+            renewals=counters.renewals,
+            fences=counters.fences,
+            seconds_by_stage=dict(counters.stage_s),
+            counts_by_stage=dict(counters.stage_counts),
+            ignored_by_kind=dict(counters.ignored),
+            internal_errors=counters.internal_errors,
+        )
+
+    def close(self) -> None:
+        """Let go of every hand-over and fence every read; open ones end with `Failed(closed)`. Idempotent."""
+        self._pump.stop()
+
+    # In the pump thread
+
+    def _set_up(self) -> None:
+        self._transport.register(self._regions, None)
+
+    def _request(self, handover_id: str, address: PromptEngineAddress, limit_s: float) -> None:
+        owner = self._owner.get(handover_id)
+        if owner is not None and handover_id in owner:
+            self._counters.ignored["duplicate"] += 1
+            logger.error("hand-over %s is requested twice", handover_id)
+            return
+        self._counters.requests += 1
+        now_s = self._clock()
+        if self._num_handovers >= self._settings.max_handovers:
+            self._refuse(handover_id, f"max_handovers ({self._settings.max_handovers}) are under way")
+            return
+        session = self._session(address, now_s)
+        if session is not None:
+            self._owner[handover_id] = session
+            session.request(handover_id, now_s + limit_s, now_s)
+        else:
+            self._refuse(handover_id, f"cannot connect to {address.control_address!r}")
+
+    @property
+    def _num_handovers(self) -> int:
+        return sum(session.num_handovers for session, _ in self._peers.values())
+
+    def _refuse(self, handover_id: str, message: str) -> None:
+        self._counters.failures["refused"] += 1
+        self._events.append(Failed(handover_id, "refused", message, blocks_safe=True))
+
+    def _session(self, address: PromptEngineAddress, now_s: float) -> PeerSession | None:
+        """The session with this process, new if need be; None if the address cannot be used."""
+        self._remove_lost()
+        if address in self._peers:
+            return self._peers[address][0]
+        if len(self._peers) >= self._settings.max_peers and not self._drop_idle_peer(now_s):
+            return None
+        try:
+            link = _Link(address, self._context, self._pump.poller, self._settings, now_s)
+        except zmq.ZMQError as error:
+            logger.warning("cannot connect to %s: %s", address.control_address, error)
+            return None
+        session = PeerSession(
+            address,
+            self._identity,
+            self._regions,
+            self._transport,
+            self._settings,
+            self._counters,
+            lambda message: self._send(link, message),
+            self._events.append,
+            now_s,
+        )
+        self._peers[address] = (session, link)
+        session.start()
+        return session
+
+    def _drop_idle_peer(self, now_s: float) -> bool:
+        for address, (session, link) in self._peers.items():
+            if session.num_handovers == 0:
+                session.close(now_s)
+                link.close()
+                del self._peers[address]
+                return True
+        return False
+
+    def _pull(self, handover_id: str, ids: BlockIds, slot: int | None, skip_blocks: int) -> None:
+        session = self._owner.get(handover_id)
+        if session is not None:
+            session.pull(handover_id, ids, slot, skip_blocks, self._clock())
+
+    def _abandon(self, handover_id: str) -> None:
+        session = self._owner.get(handover_id)
+        if session is not None:
+            session.abandon(handover_id, self._clock())
+
+    def _turn(self) -> float:
+        now_s = self._clock()
+        busy = False
+        for session, link in self._peers.values():
+            busy |= self._serve(session, link, now_s)
+        if now_s >= self._next_tick_s:
+            self._tick(now_s)
+            self._next_tick_s = now_s + TICK_S
+        if self._events:
+            self._wake()
+        return 0.0 if busy else self._idle_s()
+
+    def _serve(self, session: PeerSession, link: _Link, now_s: float) -> bool:
+        """One peer's messages, then its reads, then its health. True if more may be ready at once."""
+        frames = receive_all(link.socket)
+        for message in frames:
+            session.on_frames(message, now_s)
+        ended = session.poll(now_s)
+        trouble = link.trouble(now_s)
+        if trouble is not None:
+            session.lose(*trouble, now_s)
+        reading = session.connection if session.num_reads else None
+        link.watch(None if reading is None else reading.waitable)
+        return bool(frames) or ended
+
+    def _tick(self, now_s: float) -> None:
+        for session, _ in self._peers.values():
+            session.tick(now_s)
+        self._remove_lost()
+        self._owner = {id_: session for id_, session in self._owner.items() if id_ in session}
+
+    def _remove_lost(self) -> None:
+        for address, (session, link) in list(self._peers.items()):
+            if session.is_lost:
+                link.close()
+                del self._peers[address]
+
+    def _idle_s(self) -> float:
+        """0.1 ms while a read runs that no socket announces, a tick while a deadline runs, else long."""
+        idle_s = IDLE_S
+        for session, _ in self._peers.values():
+            connection = session.connection
+            if session.num_reads and connection is not None and connection.waitable is None:
+                return BUSY_S
+            if session.num_handovers or session.is_lost:
+                idle_s = TICK_S
+        return idle_s
+
+    def _send(self, link: _Link, message: ToSource) -> None:
+        try:
+            link.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            # Its queue is full: it does not read. No answer will come, and the deadlines notice.
+            self._counters.ignored["unsent"] += 1
+
+    def _count_error(self) -> None:
+        self._counters.internal_errors += 1
+
+    def _tear_down(self) -> None:
+        now_s = self._clock()
+        for session, link in self._peers.values():
+            session.close(now_s)
+            link.close()
+        self._peers.clear()
+        self._transport.close()
+        self._context.term()
+        if self._events:
+            self._wake()

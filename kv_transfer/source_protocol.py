@@ -1,0 +1,135 @@
+"""The source's side of every peer's conversation: hello in two phases, then the ledger."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kv_transfer.errors import MessageError
+from kv_transfer.events import SourceEvent
+from kv_transfer.layout import Identity, Region, first_difference
+from kv_transfer.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    HelloOk,
+    Introduce,
+    Introduction,
+    Refused,
+    RegionInfo,
+    Release,
+    Renew,
+    ToSource,
+    Want,
+    decode_to_source,
+)
+from kv_transfer.settings import TransferSettings
+from kv_transfer.source_ledger import ReaderId, Send, SourceLedger
+from kv_transfer.stats import SourceCounters
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the hello says about this source's memory."""
+
+    transport: str
+    transport_version: str
+    blob: bytes
+    regions: tuple[Region, ...]
+
+
+class SourceProtocol:
+    """Takes frames, answers through `send`; the peers' bytes never make it raise."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        served: Served,
+        settings: TransferSettings,
+        send: Send,
+        emit: Callable[[SourceEvent], None],
+    ) -> None:
+        self._identity = identity
+        self._served = served
+        self._settings = settings
+        self._send = send
+        self.counters = SourceCounters()
+        self.ledger = SourceLedger(identity, settings, self.counters, send, emit)
+        self._peers: OrderedDict[ReaderId, bool] = OrderedDict()
+        """Compatible readers, least recently heard first; True once introduced."""
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    def on_frames(self, reader: ReaderId, frames: Sequence[bytes], now_s: float) -> None:
+        try:
+            if len(frames) != 1:
+                raise MessageError(f"a message of {len(frames)} frames")
+            message = decode_to_source(frames[0])
+        except MessageError:
+            self.counters.ignored["invalid"] += 1
+            return
+        self._dispatch(reader, message, now_s)
+
+    def _dispatch(self, reader: ReaderId, message: ToSource, now_s: float) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(reader, message)
+        elif isinstance(message, Introduce):
+            self._on_introduce(reader, message)
+        elif message.epoch != self._identity.epoch:
+            self.counters.ignored["stale"] += 1
+            self._refuse(reader, "epoch", str(self._identity.epoch), str(message.epoch))
+        elif not self._peers.get(reader, False):
+            self.counters.ignored["hello"] += 1
+            self._refuse(reader, "session", "unknown", "open")
+        else:
+            self._peers.move_to_end(reader)
+            if isinstance(message, Want):
+                self.ledger.want(reader, message, now_s)
+            elif isinstance(message, Renew):
+                self.ledger.renew(reader, message, now_s)
+            elif isinstance(message, Release):
+                self.ledger.release(reader, message, now_s)
+
+    def _on_hello(self, reader: ReaderId, message: Hello) -> None:
+        if message.protocol != PROTOCOL_VERSION:
+            self._refuse(reader, "protocol", str(PROTOCOL_VERSION), str(message.protocol))
+            return
+        difference = first_difference(self._identity.compatibility, message.compatibility)
+        if difference is not None:
+            self._refuse(reader, *difference)
+            return
+        self._peers[reader] = self._peers.pop(reader, False)
+        if len(self._peers) > self._settings.max_peers:
+            self._peers.popitem(last=False)
+        self._send(reader, HelloOk(self._identity.epoch))
+
+    def _on_introduce(self, reader: ReaderId, message: Introduce) -> None:
+        if reader not in self._peers:
+            self.counters.ignored["hello"] += 1
+            self._refuse(reader, "session", "unknown", "open")
+            return
+        identity, served = self._identity, self._served
+        for field, ours, theirs in (
+            ("engine_id", identity.engine_id, message.engine_id),
+            ("epoch", str(identity.epoch), str(message.epoch)),
+            ("transport", served.transport, message.transport),
+        ):
+            if ours != theirs:
+                self._refuse(reader, field, ours, theirs)
+                return
+        self._peers[reader] = True
+        self._send(
+            reader,
+            Introduction(
+                epoch=identity.epoch,
+                engine_id=identity.engine_id,
+                transport=served.transport,
+                transport_version=served.transport_version,
+                blob=served.blob,
+                regions=[RegionInfo(r.kind, r.address, r.block_bytes, r.num_blocks) for r in served.regions],
+                lease_s=self._settings.lease_s,
+            ),
+        )
+
+    def _refuse(self, reader: ReaderId, field: str, ours: str, theirs: str) -> None:
+        self._send(reader, Refused(self._identity.epoch, field, ours[:1024], theirs[:1024]))

@@ -1,0 +1,81 @@
+"""Plain counters of both sides; the engine exports them."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    """A moment's state (`num_*`) and totals since start (the rest)."""
+
+    num_pinned: int
+    num_waiting: int
+    num_peers: int
+    offers: int
+    ends_by_reason: dict[str, int]
+    leases_granted: int
+    leases_renewed: int
+    leases_expired: int
+    late_releases: int
+    ignored_by_kind: dict[str, int]
+    """Messages that had no effect: invalid, stale, duplicate, unknown, hello, full."""
+    internal_errors: int
+
+
+@dataclass(frozen=True, slots=True)
+class SinkStats:
+    """A moment's state (`num_*`) and totals since start (the rest)."""
+
+    num_handovers: int
+    num_peers: int
+    num_quarantined_blocks: int
+    requests: int
+    arrived: int
+    abandoned: int
+    failures_by_reason: dict[str, int]
+    bytes_read: int
+    blocks_read: int
+    renewals: int
+    fences: int
+    seconds_by_stage: dict[str, float]
+    """wait (request to offer), queue (offer to pull), read, confirm; summed over `counts_by_stage`."""
+    counts_by_stage: dict[str, int]
+    ignored_by_kind: dict[str, int]
+    """Messages that had no effect: invalid, stale, duplicate, unknown."""
+    internal_errors: int
+
+
+@dataclass(slots=True)
+class SourceCounters:
+    """Written by the pump thread only."""
+
+    offers: int = 0
+    leases_granted: int = 0
+    leases_renewed: int = 0
+    leases_expired: int = 0
+    late_releases: int = 0
+    internal_errors: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class SinkCounters:
+    """Written by the pump thread only."""
+
+    requests: int = 0
+    arrived: int = 0
+    abandoned: int = 0
+    bytes_read: int = 0
+    blocks_read: int = 0
+    renewals: int = 0
+    fences: int = 0
+    internal_errors: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    stage_s: dict[str, float] = field(default_factory=dict)
+    stage_counts: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    def add_stage(self, stage: str, seconds: float) -> None:
+        self.stage_s[stage] = self.stage_s.get(stage, 0.0) + seconds
+        self.stage_counts[stage] += 1

@@ -1,0 +1,100 @@
+"""An in-process transport for tests: numpy copies, with faults on request."""
+
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from kv_transfer.errors import PeerLost
+from kv_transfer.layout import Region
+from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory, merge_runs
+from kv_transfer.transports.raw import region_view
+
+_served: dict[bytes, list[npt.NDArray[np.uint8]]] = {}
+"""Every source of this process by its blob."""
+
+
+class FakeTransport:
+    """Reads complete at the poll after they were started, unless one of the switches says otherwise."""
+
+    name = "fake"
+    version = "1"
+
+    def __init__(self) -> None:
+        self.stalled = False
+        """Reads stay in progress, and cannot be cancelled: a peer that is stopped."""
+        self.next_error: str | None = None
+        """The next read fails with this."""
+        self.num_open = 0
+        self._views: list[npt.NDArray[np.uint8]] = []
+        self._blob: bytes | None = None
+
+    def register(self, regions: Sequence[Region], serve_at: str | None) -> bytes:
+        self._views = [region_view(region) for region in regions]
+        if serve_at is None:
+            return b""
+        self._blob = uuid.uuid4().bytes
+        _served[self._blob] = self._views
+        return self._blob
+
+    def connect(self, memory: RemoteMemory) -> "FakeConnection":
+        if memory.blob not in _served:
+            raise PeerLost("the fake source is closed")
+        return FakeConnection(self, memory.blob, self._views)
+
+    def close(self) -> None:
+        if self._blob is not None:
+            _served.pop(self._blob, None)
+
+
+class FakeConnection:
+    def __init__(self, transport: FakeTransport, blob: bytes, views: list[npt.NDArray[np.uint8]]) -> None:
+        self._transport, self._blob, self._views = transport, blob, views
+        self._pending: dict[int, Sequence[BlockRead]] = {}
+        self._next_id = 1
+        self._closed = False
+        transport.num_open += 1
+
+    @property
+    def waitable(self) -> "zmq.Socket[bytes] | None":
+        return None
+
+    def read(self, reads: Sequence[BlockRead]) -> int:
+        read_id, self._next_id = self._next_id, self._next_id + 1
+        self._pending[read_id] = reads
+        return read_id
+
+    def poll(self) -> list[ReadResult]:
+        if self._transport.stalled:
+            return []
+        pending, self._pending = self._pending, {}
+        return [self._finish(read_id, reads) for read_id, reads in pending.items()]
+
+    def _finish(self, read_id: int, reads: Sequence[BlockRead]) -> ReadResult:
+        error, self._transport.next_error = self._transport.next_error, None
+        if error is not None:
+            return ReadResult(read_id, error)
+        if self._blob not in _served:
+            return ReadResult(read_id, "the fake source is closed", peer_lost=True)
+        for read in reads:
+            remote, local = _served[self._blob][read.region], self._views[read.region]
+            runs = merge_runs(read.remote_ids, read.local_ids)
+            for source, target, length in zip(
+                runs.remote_starts, runs.local_starts, runs.lengths, strict=True
+            ):
+                local[target : target + length] = remote[source : source + length]
+        return ReadResult(read_id)
+
+    def cancel(self, read_id: int) -> bool:
+        if self._transport.stalled:
+            return read_id not in self._pending
+        self._pending.pop(read_id, None)
+        return True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._pending.clear()
+            self._transport.num_open -= 1

@@ -1,0 +1,276 @@
+"""Reads over NIXL (UCX): same-host copy, TCP or RDMA, whatever UCX finds.
+
+What is set here was measured to matter: the Python API's own progress thread spins, its default sync mode
+crashes with several threads, and UCX's default time-outs never notice a cut link. There is one agent per
+remote process, because destroying the agent is the only thing that stops a read for certain.
+"""
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import zmq
+
+from kv_transfer.errors import PeerLost, ReadError, TransferError, TransportUnavailable
+from kv_transfer.layout import BlockIds, Region
+from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory, sort_pairs
+
+logger = logging.getLogger(__name__)
+
+UCX_DEFAULTS = {
+    "UCX_TCP_CONN_NB": "y",
+    "UCX_TCP_USER_TIMEOUT": "5s",
+    "UCX_TCP_SYN_CNT": "2",
+    "UCX_TCP_KEEPIDLE": "2s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_TCP_KEEPCNT": "3",
+    "UCX_KEEPALIVE_INTERVAL": "2s",
+    "UCX_TCP_TX_SEG_SIZE": "512k",
+    "UCX_TCP_RX_SEG_SIZE": "1m",
+}
+"""Set before the import unless the user has set them."""
+
+_PACKAGES = ("nixl_cu12", "nixl_cu13")
+
+SOURCE_PROGRESS_US = 1000
+
+PART_BYTES = 32 << 20
+"""A same-host transfer copies inside the call; parts let the pump look at its other peers in between."""
+
+POLL_BUDGET_S = 0.005
+
+
+class NixlTransport:
+    name = "nixl"
+
+    def __init__(self) -> None:
+        for key, value in UCX_DEFAULTS.items():
+            os.environ.setdefault(key, value)
+        self._bindings, self.version = _load()
+        self._regions: tuple[Region, ...] = ()
+        self._source: _Agent | None = None
+
+    def register(self, regions: Sequence[Region], serve_at: str | None) -> bytes:
+        self._regions = tuple(regions)
+        if serve_at is None:
+            return b""
+        self._source = _Agent(self._bindings, self._regions, progress_thread=True)
+        return self._source.metadata()
+
+    def connect(self, memory: RemoteMemory) -> "NixlConnection":
+        agent = _Agent(self._bindings, self._regions, progress_thread=False)
+        try:
+            return NixlConnection(agent, memory, self._regions)
+        except Exception as error:
+            agent.close()
+            kind = PeerLost if agent.is_disconnect(error) else ReadError
+            raise kind(f"NIXL cannot connect: {error}") from error
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+
+def _load() -> tuple[ModuleType, str]:
+    reasons = []
+    for package in _PACKAGES:
+        try:
+            bindings = importlib.import_module(f"{package}._bindings")
+            return bindings, importlib.metadata.version(package.replace("_", "-"))
+        except ImportError as error:
+            reasons.append(str(error))
+    raise TransportUnavailable(
+        f"NIXL cannot be loaded ({reasons[0]}): install the extra with `pip install 'tandem-serve[nixl]'` "
+        "or choose `--transport zmq`"
+    )
+
+
+class _Agent:
+    """A NIXL agent with its memory registered; `close` destroys it, which fences everything it reads."""
+
+    def __init__(self, bindings: ModuleType, regions: Sequence[Region], *, progress_thread: bool) -> None:
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = progress_thread
+        config.pthrDelay = SOURCE_PROGRESS_US
+        config.useListenThread = False
+        config.syncMode = bindings.NIXL_THREAD_SYNC_RW
+        self.bindings = bindings
+        self.name = uuid.uuid4().hex
+        try:
+            self.native = bindings.nixlAgent(self.name, config)
+            self.backends = [self.native.createBackend("UCX", {})]
+            memory = [(region.address, region.num_bytes, 0, "") for region in regions]
+            self.native.registerMem(bindings.nixlRegDList(bindings.DRAM_SEG, memory), self.backends)
+        except Exception as error:
+            raise TransferError(f"NIXL cannot start its UCX backend or register the pool: {error}") from error
+
+    def metadata(self) -> bytes:
+        return bytes(self.native.getLocalMD())
+
+    def prepare(self, agent_name: str, regions: Sequence[Region]) -> int:
+        """A descriptor list whose indices count the blocks of all regions in turn."""
+        strided = [(r.address, r.block_bytes, 0, r.block_bytes, r.num_blocks) for r in regions]
+        array = np.array(strided, dtype=np.uint64)
+        return int(self.native.prepXferDlist(agent_name, self.bindings.DRAM_SEG, array, self.backends))
+
+    def is_disconnect(self, error: Exception) -> bool:
+        return isinstance(error, self.bindings.nixlRemoteDisconnectError)
+
+    def close(self) -> None:
+        self.native = None
+
+
+class _Part:
+    """One transfer of a read: unposted, then under way under `handle`, then over."""
+
+    __slots__ = ("handle", "local", "remote")
+
+    def __init__(self, remote: BlockIds, local: BlockIds) -> None:
+        self.remote, self.local = remote, local
+        self.handle: int | None = None
+
+
+class _Read:
+    __slots__ = ("active", "error", "peer_lost", "read_id", "unposted")
+
+    def __init__(self, read_id: int, parts: Sequence[_Part]) -> None:
+        self.read_id = read_id
+        self.unposted = deque(parts)
+        self.active: list[_Part] = []
+        self.error: str | None = None
+        self.peer_lost = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.peer_lost or not (self.unposted or self.active)
+
+    def stop(self, error: str) -> None:
+        """Post nothing more; what is under way goes on until it ends."""
+        self.error = self.error or error
+        self.unposted.clear()
+
+
+class NixlConnection:
+    def __init__(self, agent: _Agent, memory: RemoteMemory, regions: Sequence[Region]) -> None:
+        self._agent = agent
+        self._remote_name = _text(agent.native.loadRemoteMD(memory.blob))
+        self._local_list = agent.prepare(agent.bindings.NIXL_INIT_AGENT, regions)
+        self._remote_list = agent.prepare(self._remote_name, memory.regions)
+        self._block_bytes = [region.block_bytes for region in regions]
+        self._local_bases = _bases(regions)
+        self._remote_bases = _bases(memory.regions)
+        self._reads: dict[int, _Read] = {}
+        self._next_id = 1
+
+    @property
+    def waitable(self) -> "zmq.Socket[bytes] | None":
+        return None
+
+    def read(self, reads: Sequence[BlockRead]) -> int:
+        read = _Read(self._next_id, [part for item in reads for part in self._parts(item)])
+        self._next_id += 1
+        self._reads[read.read_id] = read
+        return read.read_id
+
+    def poll(self) -> list[ReadResult]:
+        until_s = time.monotonic() + POLL_BUDGET_S
+        for read in self._reads.values():
+            self._check(read)
+            while read.unposted and time.monotonic() < until_s:
+                self._post(read)
+        over = [read for read in self._reads.values() if read.is_over]
+        for read in over:
+            del self._reads[read.read_id]
+        return [ReadResult(read.read_id, read.error, read.peer_lost) for read in over]
+
+    def cancel(self, read_id: int) -> bool:
+        read = self._reads.get(read_id)
+        if read is None:
+            return True
+        read.stop("cancelled")
+        self._check(read)
+        if read.active:
+            return False
+        del self._reads[read_id]
+        return True
+
+    def close(self) -> None:
+        if self._agent.native is None:
+            return
+        started_s = time.monotonic()
+        self._reads.clear()
+        self._agent.close()
+        logger.debug("NIXL agent destroyed in %.0f ms", (time.monotonic() - started_s) * 1000)
+
+    def _parts(self, read: BlockRead) -> list[_Part]:
+        remote, local = sort_pairs(read.remote_ids, read.local_ids)
+        size = max(1, PART_BYTES // self._block_bytes[read.region])
+        remote = remote + self._remote_bases[read.region]
+        local = local + self._local_bases[read.region]
+        return [
+            _Part(remote[start : start + size], local[start : start + size])
+            for start in range(0, remote.size, size)
+        ]
+
+    def _post(self, read: _Read) -> None:
+        part = read.unposted.popleft()
+        native, bindings = self._agent.native, self._agent.bindings
+        try:
+            part.handle = native.makeXferReq(
+                bindings.NIXL_READ,
+                self._local_list,
+                part.local,
+                self._remote_list,
+                part.remote,
+                "",
+                self._agent.backends,
+                False,
+            )
+            status = native.postXferReq(part.handle, "")
+        except Exception as error:
+            self._failed(read, part, error)
+            return
+        self._note(read, part, status == bindings.NIXL_SUCCESS)
+
+    def _check(self, read: _Read) -> None:
+        active, read.active = read.active, []
+        for part in active:
+            try:
+                status = self._agent.native.getXferStatus(part.handle)
+            except Exception as error:
+                self._failed(read, part, error)
+                continue
+            self._note(read, part, status == self._agent.bindings.NIXL_SUCCESS)
+
+    def _note(self, read: _Read, part: _Part, done: bool) -> None:
+        if done:
+            self._agent.native.releaseXferReq(part.handle)
+        else:
+            read.active.append(part)
+
+    def _failed(self, read: _Read, part: _Part, error: Exception) -> None:
+        """NIXL reports errors as exceptions; the handle is over then."""
+        read.peer_lost |= self._agent.is_disconnect(error)
+        read.stop(f"NIXL: {error}")
+        if part.handle is not None:
+            try:
+                self._agent.native.releaseXferReq(part.handle)
+            except Exception as release_error:
+                logger.debug("a failed transfer could not be released: %s", release_error)
+
+
+def _bases(regions: Sequence[Region]) -> list[np.int32]:
+    counts = [0, *(region.num_blocks for region in regions)]
+    return [np.int32(base) for base in np.cumsum(counts)[:-1]]
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

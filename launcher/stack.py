@@ -1,0 +1,206 @@
+"""The one-machine stack: which processes it has, their order, their common fate.
+
+1. start     every process at once; ports are chosen here
+2. loading   one progress line per process until each says it is ready
+3. serving   until Ctrl-C, SIGTERM or the first process that ends
+4. stopping  the proxy first, so that nothing new arrives, then the engines
+"""
+
+import asyncio
+import signal
+import socket
+from typing import Literal
+
+import httpx
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from engine.serving.settings import Dtype, Transport
+from launcher.child import Child, ChildSpec, first_to_end
+from model_files.resolve import resolve_model
+from settings.loading import ProcessSettings
+
+POLL_INTERVAL_S = 0.1
+STOP_GRACE_S = 10.0
+
+
+class StackSettings(ProcessSettings):
+    """tandem serve: one prompt engine, one completion engine and the proxy on this machine."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_SERVE_")
+
+    host: str = Field("127.0.0.1", description="address the proxy binds")
+    port: int = Field(8000, ge=1, le=65535, description="port of the proxy")
+    engine: Literal["pair", "normal"] = Field(
+        "pair", description="pair: a prompt and a completion engine; normal: one engine that does both"
+    )
+    model: str = Field(
+        "smollm2-135m-instruct",
+        description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
+    )
+    dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
+    transport: Transport = Field("auto", description="auto takes NIXL where it can be loaded, else ZMQ")
+    kv_bytes: int | None = Field(None, gt=0, description="memory of each engine's KV pool")
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt + completion in tokens")
+    max_num_seqs: int | None = Field(None, ge=1, description="sequences in a step at most")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="prompt tokens in a step at most")
+    block_size: int | None = Field(None, ge=1, description="tokens in a KV block")
+    num_threads: int | None = Field(None, ge=1, description="threads of each engine")
+    verbose: bool = Field(False, description="show everything the processes log")
+
+
+SHARED_WITH_SERVICES = (
+    "model",
+    "dtype",
+    "transport",
+    "kv_bytes",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_threads",
+)
+
+
+async def serve(settings: StackSettings) -> int:
+    """Run the stack until it is told to stop; returns the exit code. `ModelFilesError` for a bad model."""
+    console = Console(stderr=True)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stopping.set)
+    stack = Stack(settings, console)
+    try:
+        await stack.start()
+        ending = asyncio.create_task(stack.first_to_end())
+        loading = asyncio.create_task(stack.wait_until_ready())
+        told = asyncio.create_task(stopping.wait())
+        await asyncio.wait((ending, loading, told), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and not ending.done() and not told.done():
+            stack.print_how_to_use()
+            await asyncio.wait((ending, told), return_when=asyncio.FIRST_COMPLETED)
+        loading.cancel()
+        if told.done():
+            console.print("stopping")
+            return 0
+        child, exit_code = ending.result()
+        console.print(f"[bold red]{child.spec.name} ended with code {exit_code}:[/] ", end="")
+        console.print(child.why(), markup=False)
+        return 1
+    finally:
+        await stack.stop()
+
+
+class Stack:
+    """The processes of one machine's stack."""
+
+    def __init__(self, settings: StackSettings, console: Console) -> None:
+        self._settings = settings
+        self._console = console
+        self._model_id = resolve_model(settings.model).name
+        self._children: list[Child] = []
+
+    async def start(self) -> None:
+        for spec in stack_specs(self._settings):
+            self._children.append(await Child.start(spec, self._on_line))
+
+    async def first_to_end(self) -> tuple[Child, int]:
+        return await first_to_end(self._children)
+
+    async def wait_until_ready(self) -> None:
+        """Show each process's progress until all are ready."""
+        columns = (
+            TextColumn("{task.fields[name]:<11}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=2.0) as client:
+                pending = [
+                    tasks.create_task(
+                        _follow_progress(
+                            client,
+                            child.spec,
+                            progress,
+                            progress.add_task("starting", total=1.0, name=child.spec.name),
+                        )
+                    )
+                    for child in self._children
+                ]
+                await asyncio.gather(*pending)
+
+    def print_how_to_use(self) -> None:
+        host = "127.0.0.1" if self._settings.host in ("0.0.0.0", "::") else self._settings.host
+        url = f"http://{host}:{self._settings.port}"
+        request = (
+            '{"model": "'
+            + self._model_id
+            + '", "stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+        )
+        self._console.print(f"\n[bold green]ready[/] at {url}; try:\n")
+        print(f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{request}'\n")
+
+    async def stop(self) -> None:
+        """End every process, the proxy first; none is left behind."""
+        for child in reversed(self._children):
+            await child.stop(STOP_GRACE_S)
+
+    def _on_line(self, name: str, line: str) -> None:
+        if self._settings.verbose or " WARNING " in line or " ERROR " in line:
+            self._console.print(f"{name}: {line}", markup=False, highlight=False)
+
+
+def stack_specs(settings: StackSettings) -> list[ChildSpec]:
+    """What to start, engines first."""
+    shared: list[str] = []
+    for name in SHARED_WITH_SERVICES:
+        value = getattr(settings, name)
+        if value is not None:
+            shared += ["--" + name.replace("_", "-"), str(value)]
+    engines: list[ChildSpec] = []
+    if settings.engine == "pair":
+        engines.append(_service("prompt", "prompt_service", shared))
+        engines.append(_service("completion", "completion_service", shared))
+    else:
+        engines.append(_service("normal", "completion_service", [*shared, "--engine", "normal"]))
+    proxy_arguments = ["--host", settings.host, "--port", str(settings.port), "--model", settings.model]
+    for engine in engines:
+        proxy_arguments += [f"--{engine.name}-url", engine.url]
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    proxy_url = f"http://{host}:{settings.port}"
+    return [*engines, ChildSpec("proxy", "proxy", tuple(proxy_arguments), proxy_url, "/health")]
+
+
+def _service(name: str, module: str, arguments: list[str]) -> ChildSpec:
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    return ChildSpec(name, module, ("--port", str(port), *arguments), url, "/health/ready")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _follow_progress(
+    client: httpx.AsyncClient, spec: ChildSpec, progress: Progress, task: TaskID
+) -> None:
+    """Copy what a process says of its start into its progress line, until it is ready."""
+    while True:
+        try:
+            answer = await client.get(spec.url + spec.ready_path)
+        except httpx.TransportError:
+            pass  # its HTTP server is not up yet
+        else:
+            if answer.status_code == 200:
+                progress.update(task, completed=1.0, description="ready")
+                return
+            state = answer.json()
+            progress.update(
+                task, completed=state.get("fraction", 0.0), description=state.get("stage", state["status"])
+            )
+        await asyncio.sleep(POLL_INTERVAL_S)

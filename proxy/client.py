@@ -1,0 +1,109 @@
+"""The client's side of one exchange: its body, its answer, and the moment it leaves."""
+
+import asyncio
+from collections.abc import Mapping
+
+from proxy.asgi import Receive, Scope, Send
+from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError
+from wire.json_body import to_json
+
+LINGER_S = 2.0
+"""How long the rest of a refused body is read and dropped, so that the client gets to read its 413."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is left to answer."""
+
+
+class Client:
+    """Reads the request's body and writes its answer, either whole or as a stream of events."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.has_started = False
+        self.headers: dict[str, str] = {}
+        """Sent with whatever the answer is."""
+
+    def header(self, name: str) -> str | None:
+        value = self._headers.get(name.lower().encode())
+        return None if value is None else value.decode("latin-1")
+
+    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
+        """The whole body; `BodyTooLarge` as soon as it is known to be longer than `max_bytes`."""
+        if int(self._headers.get(b"content-length", b"0")) > max_bytes:
+            raise _too_large(max_bytes)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read_up_to(max_bytes)
+        except TimeoutError:
+            raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s") from None
+
+    async def _read_up_to(self, max_bytes: int) -> bytes:
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    async def left(self) -> None:
+        """Return when the client has left; the body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def send_json(self, status: int, content: bytes) -> None:
+        await self._send_head(
+            status, {"content-type": "application/json", "content-length": str(len(content))}
+        )
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def send_error(self, error: ProxyError) -> None:
+        """The error as this response's status and body; nothing may have been sent before."""
+        self.headers.update(error.headers)
+        content = to_json(error.body)
+        if not isinstance(error, BodyTooLarge | BodyTooSlow):
+            await self.send_json(error.status, content)
+            return
+        self.headers["connection"] = "close"
+        await self._send_head(
+            error.status, {"content-type": "application/json", "content-length": str(len(content))}
+        )
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+        await self._drop_body()
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def send_events(self, events: bytes) -> None:
+        """Server-sent events, already framed; the first ones bring the status line with them."""
+        if not self.has_started:
+            await self._send_head(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_events(self, events: bytes) -> None:
+        """The last events and the end of the stream."""
+        await self._send({"type": "http.response.body", "body": events})
+
+    async def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
+        assert not self.has_started
+        self.has_started = True
+        raw = [
+            (name.encode(), value.encode("latin-1")) for name, value in {**self.headers, **headers}.items()
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _drop_body(self) -> None:
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while (await self._receive()).get("more_body", False):
+                    pass
+        except TimeoutError:
+            pass
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes, the limit of this server")

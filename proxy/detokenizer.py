@@ -1,0 +1,130 @@
+"""Token ids to text, one token at a time, never emitting half a character.
+
+The pieces of a stream joined equal `Tokenizer.decode(ids, skip_special_tokens=True)` of all its ids.
+Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM) are decoded as bytes, one table look-up a token;
+any other decoder goes through `Tokenizer.decode` on a short window.
+"""
+
+import codecs
+import json
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text of one growing sequence."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain once this token is known; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that was never completed."""
+        ...
+
+
+class Vocabulary:
+    """What single tokens look like; shared by all requests."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self.is_byte_level = _is_byte_level(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+
+    def detokenizer(self) -> Detokenizer:
+        if self.is_byte_level:
+            return ByteLevelDetokenizer(self)
+        return WindowDetokenizer(self._tokenizer)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes the token stands for, special tokens included; empty for an unknown id."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self.special_ids:
+            return token.encode()
+        if self.is_byte_level:
+            try:
+                return bytes(_BYTE_OF_CHAR[char] for char in token)
+            except KeyError:  # an added token, spelled as it is
+                return token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("\u2581", " ").encode()
+
+
+class ByteLevelDetokenizer:
+    """Joins the bytes of tokens and decodes them as UTF-8."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._vocabulary.special_ids:
+            return ""
+        return self._decoder.decode(self._vocabulary.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """Decodes the ids since the last safe point twice, with and without the newest, and emits the rest."""
+
+    MAX_HELD_TOKENS = 8
+    """Longer runs of undecodable bytes are real garbage, not a character on its way (4 bytes at most)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._num_context = 0
+        """Ids at the start of the window whose text is out already; decoders look at their left neighbour."""
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return self._advance(is_last=False)
+
+    def flush(self) -> str:
+        return self._advance(is_last=True)
+
+    def _advance(self, is_last: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._num_context])
+        text = self._tokenizer.decode(self._ids)
+        num_held = len(self._ids) - self._num_context
+        if text.endswith(REPLACEMENT) and not is_last and num_held < self.MAX_HELD_TOKENS:
+            return ""
+        if len(text) > len(before):
+            self._ids = self._ids[self._num_context :]
+            self._num_context = len(self._ids)
+        return text[len(before) :]
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    if tokenizer.decoder is None:
+        return False
+    return bool(json.loads(tokenizer.decoder.__getstate__()).get("type") == "ByteLevel")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's map of bytes to printable characters: printable Latin-1 as itself, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

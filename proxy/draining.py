@@ -1,0 +1,57 @@
+"""Ends the proxy politely: no new requests, running ones finish within a grace, then the server stops."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from proxy.errors import NotServing
+
+
+class Draining:
+    """Counts open requests and knows whether new ones are taken."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._begun = asyncio.Event()
+        self.is_expired = False
+
+    @property
+    def has_begun(self) -> bool:
+        return self._begun.is_set()
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._tasks)
+
+    def begin(self) -> None:
+        self._begun.set()
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count the current task as an open request; raises `NotServing` once draining has begun."""
+        if self.has_begun:
+            raise NotServing("this proxy is shutting down", code="shutting_down")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._idle.set()
+
+    async def finish(self, grace_s: float) -> None:
+        """Wait for the signal, then for open requests; those that outlive the grace are cut with an error."""
+        await self._begun.wait()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.is_expired = True
+            for task in self._tasks:
+                task.cancel()
+            await self._idle.wait()

@@ -1,0 +1,243 @@
+"""One generation request from its first byte to its last, for both generation endpoints."""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from proxy.answers import AnswerShape, Choice, ChoiceClock, StreamedAnswer, WholeAnswer
+from proxy.asgi import Receive, Scope, Send
+from proxy.client import Client, ClientGone
+from proxy.draining import Draining
+from proxy.engines import EngineDirectory
+from proxy.errors import EngineFailure, EngineRefused, EngineUnreachable, NotServing, ProxyError
+from proxy.legs import EngineCalls
+from proxy.metrics import ProxyMetrics
+from proxy.openai_responses import DONE, Kind, ResponseBuilder, Usage, error_frame
+from proxy.openai_types import ChatRequest, TextRequest
+from proxy.pairing import Pair, Route
+from proxy.preparation import Preparation, PreparedChoice, prompt_field
+from proxy.request_flow import ChoiceRequest, run_choice
+from proxy.settings import ProxySettings
+from proxy.text_model import TextModel
+from proxy.text_stream import TextStream
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyServices:
+    """What every request uses; built once, in `create_app`."""
+
+    settings: ProxySettings
+    text: TextModel
+    directory: EngineDirectory
+    preparation: Preparation
+    calls: EngineCalls
+    metrics: ProxyMetrics
+    draining: Draining
+
+
+class GenerationEndpoint:
+    """The ASGI application behind one POST path."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        path: str,
+        parse: Callable[[bytes], ChatRequest | TextRequest],
+        services: ProxyServices,
+    ) -> None:
+        self._kind: Kind = kind
+        self._path = path
+        self._parse = parse
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = Client(scope, receive, send)
+        request_id = secrets.token_hex(16)
+        given_id = client.header("x-request-id") or ""
+        client.headers["x-request-id"] = given_id if _REQUEST_ID.fullmatch(given_id) else request_id
+        exchange = _Exchange(self._kind, self._path, self._services, client, request_id)
+        await exchange.run(self._parse)
+
+
+class _Exchange:
+    """The state of one request: how far it is, and what it has counted."""
+
+    def __init__(
+        self, kind: Kind, path: str, services: ProxyServices, client: Client, request_id: str
+    ) -> None:
+        self._kind: Kind = kind
+        self._path = path
+        self._services = services
+        self._client = client
+        self._request_id = request_id
+        self._choices: list[Choice] = []
+        self._started_s = time.monotonic()
+
+    async def run(self, parse: Callable[[bytes], ChatRequest | TextRequest]) -> None:
+        services = self._services
+        status = "200"
+        try:
+            if services.draining.has_begun:
+                raise NotServing("this proxy is shutting down", code="shutting_down")
+            settings = services.settings
+            body = await self._client.read_body(settings.max_body_bytes, settings.body_timeout_s)
+            await self._serve_until_client_leaves(parse, body)
+        except ClientGone:
+            status = "client_left"
+            services.metrics.cancellations.labels(self._stage()).inc()
+        except ProxyError as error:
+            status = str(error.status)
+            await self._send_failure(error)
+        except Exception:
+            status = "500"
+            logger.exception("request_id=%s failed inside the proxy", self._request_id)
+            await self._send_failure(ProxyError("the proxy failed to serve this request", code="internal"))
+        services.metrics.requests.labels(self._path, status).inc()
+        self._log(status)
+
+    async def _serve_until_client_leaves(
+        self, parse: Callable[[bytes], ChatRequest | TextRequest], body: bytes
+    ) -> None:
+        """Watches the connection from the first moment on: an engine can be silent for seconds."""
+        serving = asyncio.create_task(self._serve(parse(body)))
+        leaving = asyncio.create_task(self._client.left())
+        try:
+            await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise ClientGone
+            if serving.cancelled():
+                raise NotServing(
+                    "this proxy was shut down before the answer was complete", code="shutting_down"
+                )
+            serving.result()
+        finally:
+            serving.cancel()
+            leaving.cancel()
+            await asyncio.gather(serving, leaving, return_exceptions=True)
+
+    async def _serve(self, request: ChatRequest | TextRequest) -> None:
+        services = self._services
+        kind = "true" if request.stream else "false"
+        with services.draining.admit(), services.metrics.open_requests.labels(kind).track_inprogress():
+            prepared = await services.preparation.prepare(request)
+            answer = self._answer_shape(request)
+            self._choices = [
+                self._choice(index, request, choice, answer) for index, choice in enumerate(prepared)
+            ]
+            try:
+                await self._run_choices(prepared)
+            except EngineFailure as failure:
+                raise _in_client_terms(failure, request) from failure
+            await answer.finish(self._usage())
+
+    def _answer_shape(self, request: ChatRequest | TextRequest) -> AnswerShape:
+        builder = ResponseBuilder(self._kind, self._request_id, request.model, int(time.time()))
+        with_logprobs = request.num_logprobs is not None
+        if not request.stream:
+            return WholeAnswer(self._client, builder, with_logprobs=with_logprobs)
+        return StreamedAnswer(
+            self._client, builder, with_logprobs=with_logprobs, include_usage=request.include_usage
+        )
+
+    def _choice(
+        self, index: int, request: ChatRequest | TextRequest, prepared: PreparedChoice, answer: AnswerShape
+    ) -> Choice:
+        text = TextStream(
+            self._services.text.vocabulary,
+            stops=request.stop,
+            end_token_ids=self._services.text.eos_token_ids | set(request.stop_token_ids or ()),
+            with_logprobs=request.num_logprobs is not None,
+        )
+        clock = ChoiceClock(self._services.metrics, self._path, self._started_s)
+        return Choice(text, clock, len(prepared.prompt_token_ids), answer.choice_output(index))
+
+    async def _run_choices(self, prepared: Sequence[PreparedChoice]) -> None:
+        """All choices at once; the first one that fails ends the others."""
+        if len(prepared) == 1:
+            await self._run_one(0, prepared[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, choice in enumerate(prepared):
+                    group.create_task(self._run_one(index, choice))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _run_one(self, index: int, prepared: PreparedChoice) -> None:
+        request = ChoiceRequest(
+            request_id=f"{self._request_id}-{index}",
+            handover_id=secrets.token_hex(16),
+            prompt_token_ids=prepared.prompt_token_ids,
+            sampling=prepared.sampling,
+        )
+        try:
+            await run_choice(self._services.calls, prepared.route, request, self._choices[index])
+        except EngineFailure as failure:
+            self._report(failure, prepared.route)
+            raise
+
+    def _report(self, failure: EngineFailure, route: Route) -> None:
+        self._services.metrics.count_failure(failure)
+        if failure.status < 500:
+            return
+        failed = next(engine for engine in route.engines if engine.role == failure.role)
+        if isinstance(failure, EngineUnreachable):
+            self._services.directory.lost(failed)
+            return
+        # Either side of a broken hand-over may be the one that restarted.
+        for engine in route.engines if isinstance(route, Pair) else (failed,):
+            self._services.directory.suspect(engine)
+
+    def _usage(self) -> Usage:
+        usage = Usage(
+            num_prompt_tokens=sum(choice.num_prompt_tokens for choice in self._choices),
+            num_completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            num_cached_tokens=sum(choice.num_cached_tokens for choice in self._choices),
+        )
+        self._services.metrics.count_tokens(
+            usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens
+        )
+        return usage
+
+    def _stage(self) -> str:
+        """What the client was waiting for."""
+        if not self._choices:
+            return "preparation"
+        return "completion" if any(choice.num_tokens for choice in self._choices) else "prompt"
+
+    async def _send_failure(self, error: ProxyError) -> None:
+        if self._client.has_started:
+            await self._client.end_events(error_frame(error.body) + DONE)
+            return
+        if any(choice.num_tokens for choice in self._choices):
+            # SDKs would repeat what has been generated once already.
+            error.headers.setdefault("x-should-retry", "false")
+        await self._client.send_error(error)
+
+    def _log(self, status: str) -> None:
+        logger.info(
+            "request_id=%s path=%s status=%s prompt_tokens=%d completion_tokens=%d seconds=%.3f",
+            self._request_id,
+            self._path,
+            status,
+            sum(choice.num_prompt_tokens for choice in self._choices),
+            sum(choice.num_tokens for choice in self._choices),
+            time.monotonic() - self._started_s,
+        )
+
+
+def _in_client_terms(failure: EngineFailure, request: ChatRequest | TextRequest) -> EngineFailure:
+    """Engines name the fields of their own bodies; clients know others."""
+    if isinstance(failure, EngineRefused) and failure.error.param is not None:
+        names = {"prompt_token_ids": prompt_field(request), "sampling.max_tokens": "max_tokens"}
+        param = names.get(failure.error.param, failure.error.param.removeprefix("sampling."))
+        failure.error = replace(failure.error, param=param)
+    return failure

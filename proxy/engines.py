@@ -1,0 +1,168 @@
+"""Which engines there are and how they are: one background task per engine asks it every second.
+
+An engine is routable from the moment `/info` and `/health/ready` both answered 200 until it says it is not
+ready, refuses connections, or fails to answer MAX_FAILED_PROBES times in a row; one slow answer under load
+ejects nobody. Addresses come from the settings only.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import httpx
+import msgspec
+
+from wire.services import EngineInfo, EngineRole
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_PROBES = 3
+PROBE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What is known of one configured engine."""
+
+    url: str
+    role: EngineRole
+    info: EngineInfo | None = None
+    """None until it has answered, and after it was lost."""
+    is_ready: bool = False
+    problem: str = "not asked yet"
+
+    @property
+    def is_routable(self) -> bool:
+        return self.is_ready and self.info is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSnapshot:
+    """All configured engines at one moment; what pairing decides on."""
+
+    engines: tuple[Engine, ...] = ()
+
+    def routable(self, role: EngineRole) -> tuple[Engine, ...]:
+        return tuple(engine for engine in self.engines if engine.role == role and engine.is_routable)
+
+    def problems(self) -> str:
+        """One line on every engine that cannot be used."""
+        return "; ".join(
+            f"{engine.role} {engine.url}: {engine.problem}"
+            for engine in self.engines
+            if not engine.is_routable
+        )
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One engine and what its probing task keeps between rounds."""
+
+    engine: Engine
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    num_failed_probes: int = 0
+
+
+class EngineDirectory:
+    """Keeps the snapshot fresh; `run` until cancelled."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        urls: Mapping[EngineRole, Sequence[str]],
+        *,
+        model: str,
+        refresh_s: float,
+    ) -> None:
+        self._http = http
+        self._model = model
+        self._refresh_s = refresh_s
+        self._watched = [
+            _Watched(Engine(url=url, role=role)) for role, role_urls in urls.items() for url in role_urls
+        ]
+        self._changed = asyncio.Event()
+
+    def snapshot(self) -> FleetSnapshot:
+        return FleetSnapshot(tuple(watched.engine for watched in self._watched))
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for watched in self._watched:
+                group.create_task(self._watch(watched))
+
+    async def wait_for_change(self) -> None:
+        """Return after the next change of any engine's state."""
+        await self._changed.wait()
+
+    def suspect(self, engine: Engine) -> None:
+        """A leg failed on this engine: ask it again now rather than at the next round."""
+        for watched in self._watched:
+            if watched.engine.url == engine.url:
+                watched.wake.set()
+
+    def lost(self, engine: Engine) -> None:
+        """The engine refuses connections: nothing is sent there until it has answered a probe."""
+        for watched in self._watched:
+            if watched.engine.url == engine.url:
+                self._set(watched, replace(watched.engine, is_ready=False, problem="connection refused"))
+                watched.wake.set()
+
+    async def _watch(self, watched: _Watched) -> None:
+        while True:
+            watched.wake.clear()
+            self._set(watched, await self._probe(watched))
+            try:
+                async with asyncio.timeout(self._refresh_s):
+                    await watched.wake.wait()
+            except TimeoutError:
+                pass
+
+    async def _probe(self, watched: _Watched) -> Engine:
+        engine = watched.engine
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                ready = await self._http.get(f"{engine.url}/health/ready")
+                if ready.status_code != 200:
+                    watched.num_failed_probes = 0
+                    return replace(engine, is_ready=False, problem="not ready")
+                answer = await self._http.get(f"{engine.url}/info")
+                answer.raise_for_status()
+            info = _info_decoder.decode(answer.content)
+        except httpx.ConnectError as error:
+            return replace(engine, is_ready=False, info=None, problem=f"cannot connect ({error})")
+        except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError) as error:
+            return self._after_failed_probe(watched, error)
+        watched.num_failed_probes = 0
+        problem = self._mismatch(engine, info)
+        return replace(engine, info=info, is_ready=not problem, problem=problem)
+
+    def _after_failed_probe(self, watched: _Watched, error: Exception) -> Engine:
+        watched.num_failed_probes += 1
+        problem = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if watched.num_failed_probes < MAX_FAILED_PROBES:
+            return replace(watched.engine, problem=problem)
+        return replace(watched.engine, is_ready=False, problem=problem)
+
+    def _mismatch(self, engine: Engine, info: EngineInfo) -> str:
+        if info.role != engine.role:
+            return f"is a {info.role} engine, configured as --{engine.role}-url"
+        if info.model != self._model:
+            return f"serves model {info.model!r}, this proxy serves {self._model!r}"
+        if info.role == "prompt" and info.control_address is None:
+            return "has no control address for hand-overs"
+        return ""
+
+    def _set(self, watched: _Watched, engine: Engine) -> None:
+        before, watched.engine = watched.engine, engine
+        if (before.is_ready, before.problem) != (engine.is_ready, engine.problem):
+            if engine.is_ready:
+                logger.info("%s engine %s is ready", engine.role, engine.url)
+            else:
+                logger.warning("%s engine %s: %s", engine.role, engine.url, engine.problem)
+        if before != engine:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+_info_decoder = msgspec.json.Decoder(EngineInfo)

@@ -1,0 +1,136 @@
+"""What can end a request at the proxy. Every one of them reaches the client in OpenAI's error shape.
+
+ProxyError
+├── BadRequest            400: the client must change the request (also 408 for a body that never comes)
+│   ├── UnknownModel      404
+│   └── BodyTooLarge      413
+├── NotServing            503: draining, or no engines that could serve it
+└── EngineFailure         one leg failed; `role` and `reason` are metric labels
+    ├── EngineUnreachable 503: no connection
+    ├── EngineBroke       502: a connection that ended early, an answer outside the protocol
+    ├── EngineTooSlow     504: the proxy gave up waiting
+    └── EngineRefused     the engine's own status and error object
+"""
+
+from collections.abc import Mapping
+
+from wire.services import EngineRole, ErrorBody, FinishReason, ServiceError
+
+
+class ProxyError(Exception):
+    """An error with the HTTP status and the OpenAI error object that tell the client about it."""
+
+    status = 500
+    error_type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.error = ServiceError(message=message, type=self.error_type, param=param, code=code or self.code)
+        self.headers: dict[str, str] = {}
+
+    @property
+    def body(self) -> ErrorBody:
+        return ErrorBody(error=self.error)
+
+
+class BadRequest(ProxyError):
+    status = 400
+    error_type = "invalid_request_error"
+
+
+class UnknownModel(BadRequest):
+    status = 404
+    code = "model_not_found"
+
+
+class BodyTooLarge(BadRequest):
+    status = 413
+    code = "request_too_large"
+
+
+class BodyTooSlow(BadRequest):
+    status = 408
+    code = "request_timeout"
+
+
+class NotServing(ProxyError):
+    status = 503
+    error_type = "service_unavailable"
+    code = "no_engine_available"
+
+
+class EngineFailure(ProxyError):
+    """A leg failed; `reason` is a short word for metrics."""
+
+    status = 502
+    reason = "failed"
+
+    def __init__(self, role: EngineRole, message: str, *, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.role = role
+
+
+class EngineUnreachable(EngineFailure):
+    status = 503
+    error_type = "service_unavailable"
+    code = "engine_unreachable"
+    reason = "unreachable"
+
+
+class EngineBroke(EngineFailure):
+    status = 502
+    code = "engine_failed"
+    reason = "broken"
+
+
+class EngineTooSlow(EngineFailure):
+    status = 504
+    code = "engine_timeout"
+    reason = "timeout"
+
+
+class EngineRefused(EngineFailure):
+    """The engine said no; its status and error object are the client's."""
+
+    reason = "refused"
+
+    def __init__(
+        self, role: EngineRole, status: int, error: ServiceError, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(role, error.message)
+        self.status = status
+        self.error = error
+        self.headers = dict(headers or {})
+
+
+_STATUS_BY_FINISH: dict[FinishReason, tuple[int, str]] = {
+    "abort": (503, "the engine aborted the request"),
+    "prompt_length_exceeded": (400, "the prompt is longer than the engine takes"),
+    "insufficient_system_resource": (503, "the engine ran out of KV blocks for this request"),
+    "structured_output_failed": (502, "the engine could not follow the requested structure"),
+    "vision_encoder_failed": (502, "the engine's vision encoder failed"),
+    "handover_withdrawn": (502, "the hand-over of the request was withdrawn"),
+    "error": (502, "the engine failed while it generated"),
+}
+
+
+def failure_from_finish(role: EngineRole, reason: FinishReason) -> EngineRefused:
+    """The error for a finish reason that no client should see as an ordinary end."""
+    status, message = _STATUS_BY_FINISH[reason]
+    is_client_error = status < 500
+    return EngineRefused(
+        role,
+        status,
+        ServiceError(
+            message=message,
+            type="invalid_request_error" if is_client_error else "server_error",
+            code="context_length_exceeded" if is_client_error else reason,
+        ),
+    )
+
+
+def failure_from_event(role: EngineRole, error: ServiceError) -> EngineRefused:
+    """The error for an `error` event in a completion stream; its type stands for the missing status."""
+    status = {"invalid_request_error": 400, "service_unavailable": 503}.get(error.type, 502)
+    return EngineRefused(role, status, error)

@@ -1,0 +1,100 @@
+"""Starts one proxy process."""
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+
+from model_files.errors import ModelFilesError
+from proxy.app import create_app
+from proxy.draining import Draining
+from proxy.settings import ProxySettings
+from proxy.text_model import TextModel
+from settings.loading import load_settings
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "python -m proxy"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    settings = load_settings(ProxySettings, PROGRAM, sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        text = _load_text_model(settings.model)
+        listening = _bind(settings.host, settings.port)
+    except (ModelFilesError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    host, port = listening.getsockname()[:2]
+    shown_host = f"[{host}]" if ":" in host else host
+    logger.info("proxy for %s listening on http://%s:%d", text.name, shown_host, port)
+    _serve(settings, text, listening)
+    return 0
+
+
+def _load_text_model(name: str) -> TextModel:
+    from model_files import resolve_model
+
+    return TextModel.from_files(resolve_model(name))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket; `OSError` says in one line why not and what to do."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+
+
+def _serve(settings: ProxySettings, text: TextModel, listening: socket.socket) -> None:
+    app = create_app(settings, text)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+    )
+    server = DrainingServer(config, app.state.services.draining, settings.grace_s)
+    server.run(sockets=[listening])
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first signal it drains and then stops with status 0; on the second it stops at once."""
+
+    def __init__(self, config: uvicorn.Config, draining: Draining, grace_s: float) -> None:
+        super().__init__(config)
+        self._draining = draining
+        self._grace_s = grace_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        stopping = asyncio.create_task(self._stop_when_drained())
+        try:
+            await super().serve(sockets)
+        finally:
+            stopping.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Called between two bytecodes of whatever runs: only hand over to the loop.
+        assert self._loop is not None
+        if self._draining.has_begun:
+            self.should_exit = self.force_exit = True
+        self._loop.call_soon_threadsafe(self._draining.begin)
+
+    async def _stop_when_drained(self) -> None:
+        await self._draining.finish(self._grace_s)
+        logger.info("drained: stopping")
+        self.should_exit = True

@@ -1,0 +1,69 @@
+"""Every metric of the proxy, in a registry of its own; `docs/metrics.md` lists them for users."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from proxy.errors import EngineFailure
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class ProxyMetrics:
+    """One set of metrics; several can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "tandem_proxy_requests",
+            "Requests by endpoint and HTTP status; a stream broken in the middle counts as its error",
+            ("endpoint", "status"),
+            registry=registry,
+        )
+        self.cancellations = Counter(
+            "tandem_proxy_cancellations",
+            "Requests whose client left before the answer was complete, by what it was waiting for",
+            ("stage",),
+            registry=registry,
+        )
+        self.time_to_first_token = Histogram(
+            "tandem_proxy_time_to_first_token_seconds",
+            "From the request's last byte to its first token",
+            ("endpoint",),
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            "tandem_proxy_inter_token_seconds",
+            "Between arrivals of tokens of one choice; tokens that arrive together count once",
+            buckets=ITL_BUCKETS_S,
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "tandem_proxy_tokens",
+            "Tokens of answered requests: prompt, cached (a part of prompt), completion",
+            ("kind",),
+            registry=registry,
+        )
+        self.open_requests = Gauge(
+            "tandem_proxy_open_requests",
+            "Generation requests being served now, by whether they stream",
+            ("stream",),
+            registry=registry,
+        )
+        self.leg_failures = Counter(
+            "tandem_proxy_leg_failures",
+            "Calls to engines that failed, by the engine's role and the reason",
+            ("role", "reason"),
+            registry=registry,
+        )
+        self.ready_engines = Gauge(
+            "tandem_proxy_ready_engines", "Engines that can be used now", ("role",), registry=registry
+        )
+
+    def count_failure(self, failure: EngineFailure) -> None:
+        self.leg_failures.labels(failure.role, failure.reason).inc()
+
+    def count_tokens(self, num_prompt: int, num_cached: int, num_completion: int) -> None:
+        self.tokens.labels("prompt").inc(num_prompt)
+        self.tokens.labels("cached").inc(num_cached)
+        self.tokens.labels("completion").inc(num_completion)

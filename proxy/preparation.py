@@ -1,0 +1,122 @@
+"""From a validated body to what engines need: token ids, limits, sampling and a route per choice."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proxy.engines import EngineDirectory
+from proxy.errors import BadRequest, NotServing, UnknownModel
+from proxy.openai_types import ChatRequest, GenerationRequest, TextRequest
+from proxy.pairing import PairingPolicy, Route, explain_missing_route, max_model_len, max_pool_tokens
+from proxy.text_model import TextModel
+from wire.sampling import MAX_SEED, SamplingParams
+
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChoice:
+    """One choice, ready to run."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    route: Route
+
+
+class Preparation:
+    """Holds what all requests are prepared with."""
+
+    def __init__(
+        self, text: TextModel, model_names: Sequence[str], directory: EngineDirectory, policy: PairingPolicy
+    ) -> None:
+        self._text = text
+        self._model_names = frozenset(model_names)
+        self._directory = directory
+        self._policy = policy
+
+    async def prepare(self, request: ChatRequest | TextRequest) -> list[PreparedChoice]:
+        """One entry per prompt; raises `BadRequest` naming the field, or `NotServing`."""
+        if request.model not in self._model_names:
+            raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
+        prompts = await self._token_ids(request)
+        return [self._prepare_choice(request, prompt) for prompt in prompts]
+
+    async def _token_ids(self, request: ChatRequest | TextRequest) -> list[tuple[int, ...]]:
+        if isinstance(request, ChatRequest):
+            return [await self._text.chat_prompt([message.for_template() for message in request.messages])]
+        return [
+            await self._text.text_prompt(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+            for prompt in request.prompts()
+        ]
+
+    def _checked_ids(self, token_ids: list[int]) -> tuple[int, ...]:
+        limit = self._text.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < limit:
+                raise BadRequest(
+                    f"prompt: token id {token_id} is outside the vocabulary of {limit}",
+                    param="prompt",
+                    code="invalid_value",
+                )
+        return tuple(token_ids)
+
+    def _prepare_choice(
+        self, request: ChatRequest | TextRequest, prompt_token_ids: tuple[int, ...]
+    ) -> PreparedChoice:
+        if not prompt_token_ids:
+            raise BadRequest("the prompt is empty", param=prompt_field(request), code="invalid_value")
+        fleet = self._directory.snapshot()
+        route = self._policy.choose(fleet)
+        if route is None:
+            raise NotServing(f"no engines can serve this request: {explain_missing_route(fleet)}")
+        max_tokens = _max_tokens(request, len(prompt_token_ids), route)
+        return PreparedChoice(prompt_token_ids, _sampling(request, max_tokens), route)
+
+
+def prompt_field(request: ChatRequest | TextRequest) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def _max_tokens(request: ChatRequest | TextRequest, num_prompt_tokens: int, route: Route) -> int:
+    """What the client asked for, or all that is left; `BadRequest` when it does not fit."""
+    limit = max_model_len(route)
+    if num_prompt_tokens >= limit:
+        raise BadRequest(
+            f"this model's maximum context length is {limit} tokens, and the prompt alone has "
+            f"{num_prompt_tokens}; please shorten it",
+            param=prompt_field(request),
+            code=CONTEXT_EXCEEDED,
+        )
+    name, asked = _asked_max_tokens(request)
+    if asked is None:
+        in_pool = max(1, max_pool_tokens(route) - num_prompt_tokens)
+        return min(limit - num_prompt_tokens, in_pool)
+    if num_prompt_tokens + asked > limit:
+        raise BadRequest(
+            f"{name} is too large: this model's maximum context length is {limit} tokens, and the request "
+            f"asks for {num_prompt_tokens + asked} ({num_prompt_tokens} in the prompt, {asked} of {name})",
+            param=name,
+            code=CONTEXT_EXCEEDED,
+        )
+    return asked
+
+
+def _asked_max_tokens(request: GenerationRequest) -> tuple[str, int | None]:
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens", request.max_completion_tokens
+    return "max_tokens", request.max_tokens
+
+
+def _sampling(request: ChatRequest | TextRequest, max_tokens: int) -> SamplingParams:
+    top_k = request.top_k or 0
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=max(top_k, 0),
+        top_p=1.0 if request.top_p is None else request.top_p,
+        # Both legs must draw from the same noise; OpenAI's seeds are signed.
+        seed=secrets.randbits(63) if request.seed is None else request.seed & MAX_SEED,
+        logprobs=request.num_logprobs,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+    )

@@ -1,0 +1,46 @@
+"""Flags and environment variables of the proxy."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from settings.loading import ProcessSettings
+
+Urls = Annotated[tuple[str, ...], NoDecode]
+
+
+class ProxySettings(ProcessSettings):
+    """Settings of one proxy process; lists come from a repeated flag or a comma-separated variable."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_PROXY_")
+
+    host: str = Field("127.0.0.1", description="address the HTTP server binds")
+    port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server; 0 takes a free one")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    grace_s: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
+
+    model: str = Field(
+        "smollm2-135m-instruct",
+        description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
+    )
+    prompt_url: Urls = Field((), description="base URL of a prompt service; repeatable")
+    completion_url: Urls = Field((), description="base URL of a completion service; repeatable")
+    normal_url: Urls = Field((), description="base URL of a NORMAL engine's service; repeatable")
+    refresh_s: float = Field(1.0, gt=0, description="how often each engine is asked who and how it is")
+
+    max_body_bytes: int = Field(8 << 20, gt=0, description="larger request bodies are refused with 413")
+    body_timeout_s: float = Field(30.0, gt=0, description="how long a client may take to send its body")
+    connect_timeout_s: float = Field(2.0, gt=0, description="wait for a connection to an engine")
+    first_byte_timeout_s: float = Field(120.0, gt=0, description="wait for an engine's first token")
+    stall_timeout_s: float = Field(60.0, gt=0, description="wait for an engine's next token")
+
+    @field_validator("prompt_url", "completion_url", "normal_url", mode="before")
+    @classmethod
+    def _split_urls(cls, value: object) -> tuple[str, ...]:
+        parts = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+        urls = [url.strip().rstrip("/") for part in parts for url in str(part).split(",")]
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError("an engine's URL must start with http:// or https://")
+        return tuple(dict.fromkeys(urls))

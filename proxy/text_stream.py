@@ -1,0 +1,93 @@
+"""Turns one choice's tokens into text: detokenization, stop strings, and the logprobs that go with them."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from proxy.detokenizer import Vocabulary
+from proxy.stop_strings import StopStrings
+from proxy.token_text import TokenText
+from wire.services import OutputToken
+
+EndOfText = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a batch of tokens adds to the answer; `finish_reason` is set once, in the last one."""
+
+    text: str
+    logprobs: tuple[TokenText, ...]
+    finish_reason: EndOfText | None
+
+
+class TextStream:
+    """The text of one choice; fed with tokens in order until a delta has a `finish_reason`."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        stops: Sequence[str] = (),
+        end_token_ids: Collection[int] = (),
+        with_logprobs: bool = False,
+    ) -> None:
+        """`end_token_ids` end an answer and are no part of its text."""
+        self._vocabulary = vocabulary
+        self._detokenizer = vocabulary.detokenizer()
+        self._stops = StopStrings(stops)
+        self._end_token_ids = end_token_ids
+        self._with_logprobs = with_logprobs
+        self._held: list[TokenText] = []
+        self._num_chars_read = 0
+        self._num_chars_out = 0
+        self.num_tokens = 0
+        """Tokens that made this answer, those of the stop string and the end token included."""
+
+    def push(self, tokens: Sequence[OutputToken], finish_reason: EndOfText | None) -> TextDelta:
+        text, is_end = "", finish_reason is not None
+        for position, token in enumerate(tokens):
+            self.num_tokens += 1
+            is_last = is_end and position == len(tokens) - 1
+            if is_last and finish_reason == "stop" and token.token_id in self._end_token_ids:
+                break
+            text += self._push_token(token)
+            if self._stops.found is not None:
+                return self._end_at_stop(text)
+        if finish_reason is None:
+            return TextDelta(text, self._release(text), None)
+        text += self._stops.push(self._detokenizer.flush())
+        if self._stops.found is not None:
+            return self._end_at_stop(text)
+        text += self._stops.flush()
+        return TextDelta(text, tuple(self._held), finish_reason)
+
+    def _push_token(self, token: OutputToken) -> str:
+        if self._with_logprobs and token.logprobs is not None:
+            self._held.append(self._describe(token))
+        piece = self._detokenizer.push(token.token_id)
+        self._num_chars_read += len(piece)
+        return self._stops.push(piece)
+
+    def _describe(self, token: OutputToken) -> TokenText:
+        assert token.logprobs is not None
+        bytes_of, own = self._vocabulary.token_bytes, token.logprobs
+        top = zip(own.top_token_ids, own.top_logprobs, strict=False)
+        return TokenText(
+            data=bytes_of(token.token_id),
+            text_offset=self._num_chars_read,
+            logprob=own.logprob,
+            top=tuple((bytes_of(token_id), logprob) for token_id, logprob in top),
+        )
+
+    def _release(self, text: str) -> tuple[TokenText, ...]:
+        """Logprobs of tokens whose text has begun to go out; the rest waits with its text."""
+        self._num_chars_out += len(text)
+        num_ready = 0
+        while num_ready < len(self._held) and self._held[num_ready].text_offset < self._num_chars_out:
+            num_ready += 1
+        ready, self._held = tuple(self._held[:num_ready]), self._held[num_ready:]
+        return ready
+
+    def _end_at_stop(self, text: str) -> TextDelta:
+        return TextDelta(text, self._release(text), "stop")

@@ -1,0 +1,151 @@
+"""The arrays a worker takes, built from rows; a decode step touches no sequence object."""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared_scheduler.block_manager import BlockManager
+from shared_scheduler.errors import CorruptionError
+from shared_scheduler.rows import Int32Array, RowIndices, SequenceRows
+from shared_scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One step as C-contiguous int32 arrays; N sequences, T = sum(seqlens_q) tokens, in sequence order.
+
+    `token_ids`, `positions`, `slot_mapping` (block_id * block_size + offset, where the token's KV is
+    written): [T]. `seqlens_q`, `seqlens_k` (k counts the tokens this step writes), `state_slots` (0: none):
+    [N]. `block_tables`: [N, W], W as wide as the longest k needs, 0 beyond what a sequence holds. The arrays
+    are copies and stay valid.
+
+    `output_indices` [N]: index of the output token this step samples (noise = f(seed, index)).
+    `input_from_previous` [N]: -1, or the row of the previous batch whose sampled token is this row's first
+    input, because its result was not back when this batch was built (`token_ids` holds 0 there). If the
+    previous step verified drafts, the lengths here assume that all were accepted: `resolve_inputs`.
+    """
+
+    is_prompt: bool
+    token_ids: Int32Array
+    positions: Int32Array
+    slot_mapping: Int32Array
+    seqlens_q: Int32Array
+    seqlens_k: Int32Array
+    block_tables: Int32Array
+    state_slots: Int32Array
+    output_indices: Int32Array
+    input_from_previous: Int32Array
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.seqlens_q.size)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.size)
+
+
+class BatchBuilder:
+    """Builds batches; checks that every write lands in a block that nobody else holds."""
+
+    def __init__(self, rows: SequenceRows, blocks: BlockManager, block_size: int, max_model_len: int) -> None:
+        self._rows = rows
+        self._blocks = blocks
+        self._block_size = block_size
+        self._positions = np.arange(max_model_len + 1, dtype=np.int32)
+        self._offsets = np.arange(block_size, dtype=np.int32)
+
+    def prompt(self, sequences: Many[Sequence], rows: RowIndices, seqlens_q: Int32Array) -> Batch:
+        """Chunk i is the next seqlens_q[i] tokens of sequence i that are not cached."""
+        starts = self._rows.cached[rows]
+        seqlens_k = starts + seqlens_q
+        total = int(seqlens_q.sum())
+        token_ids = np.empty(total, np.int32)
+        positions = np.empty(total, np.int32)
+        slot_mapping = np.empty(total, np.int32)
+        at = 0
+        for sequence, row, start, end in zip(
+            sequences, rows.tolist(), starts.tolist(), seqlens_k.tolist(), strict=True
+        ):
+            to = at + end - start
+            token_ids[at:to] = sequence.stored_tokens(start, end)
+            positions[at:to] = self._positions[start:end]
+            slot_mapping[at:to] = self._slots(row, start, end)
+            at = to
+        self._check_writable(slot_mapping // self._block_size)
+        count = int(seqlens_q.size)
+        return Batch(
+            is_prompt=True,
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            seqlens_q=seqlens_q,
+            seqlens_k=seqlens_k,
+            block_tables=self._gather_tables(rows, int(seqlens_k.max())),
+            state_slots=self._rows.state_slot[rows],
+            output_indices=self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows],
+            input_from_previous=np.full(count, -1, np.int32),
+        )
+
+    def decode(self, rows: RowIndices, inflight: Int32Array, previous_rows: RowIndices | None) -> Batch:
+        """One token of each row, after `inflight[i]` tokens whose results are not back."""
+        state = self._rows
+        positions = state.cached[rows]
+        num_outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows]
+        token_ids = state.last_token[rows]
+        count = int(rows.size)
+        input_from_previous = np.full(count, -1, np.int32)
+        if previous_rows is not None:
+            positions += inflight
+            num_outputs += inflight
+            input_from_previous = self._rows_of_previous(rows, inflight, previous_rows)
+            token_ids[input_from_previous >= 0] = 0
+        seqlens_k = positions + 1
+        max_k = int(seqlens_k.max())
+        return Batch(
+            is_prompt=False,
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=self._one_slot_each(rows, positions, max_k),
+            seqlens_q=np.ones(count, np.int32),
+            seqlens_k=seqlens_k,
+            block_tables=self._gather_tables(rows, max_k),
+            state_slots=state.state_slot[rows],
+            output_indices=num_outputs,
+            input_from_previous=input_from_previous,
+        )
+
+    def _one_slot_each(self, rows: RowIndices, positions: Int32Array, max_k: int) -> Int32Array:
+        tables, size = self._rows.tables, self._block_size
+        width = tables.shape[1]
+        if max_k > width * size:
+            raise CorruptionError(f"a step writes position {max_k - 1}, beyond a table of {width} blocks")
+        in_table = positions // size
+        block_ids = tables.reshape(-1)[rows * width + in_table]
+        self._check_writable(block_ids)
+        return (block_ids - in_table) * size + positions
+
+    def _slots(self, row: int, start: int, end: int) -> Int32Array:
+        size = self._block_size
+        first, last = start // size, -(-end // size)
+        if last > self._rows.num_blocks[row]:
+            raise CorruptionError(f"row {row} writes position {end - 1} with {self._rows.num_blocks[row]} blocks")
+        block_ids = self._rows.tables[row, first:last]
+        slots: Int32Array = np.add.outer(block_ids * size, self._offsets).reshape(-1)
+        return slots[start - first * size : end - first * size]
+
+    def _check_writable(self, block_ids: Int32Array) -> None:
+        if int(block_ids.min()) < 1:
+            raise CorruptionError("a block table does not cover a write")
+        if self._blocks.num_shared and self._blocks.max_count(block_ids) > 1:
+            raise CorruptionError("a step writes a block that has another owner")
+
+    def _gather_tables(self, rows: RowIndices, max_k: int) -> Int32Array:
+        return self._rows.tables[rows, : -(-max_k // self._block_size)]
+
+    def _rows_of_previous(self, rows: RowIndices, inflight: Int32Array, previous: RowIndices) -> Int32Array:
+        place = np.full(self._rows.capacity, -1, np.int32)
+        place[previous] = np.arange(previous.size, dtype=np.int32)
+        found: Int32Array = np.where(inflight > 0, place[rows], np.int32(-1))
+        return found

@@ -1,0 +1,157 @@
+"""Everything a scheduler is told once, checked for contradictions when it is built."""
+
+import hashlib
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from shared_scheduler.errors import ConfigError
+
+RANK_LOCAL_FIELDS = frozenset({"num_blocks", "num_state_slots"})
+"""May differ between ranks of a group: pool sizes follow each rank's own memory."""
+
+
+class EngineType(Enum):
+    """Which kinds of step an engine runs."""
+
+    NORMAL = "normal"
+    PROMPT = "prompt"
+    COMPLETION = "completion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits and policies of one scheduler. `ConfigError` names the two values that contradict."""
+
+    engine_type: EngineType
+    block_size: int
+    """Tokens whose KV one block holds."""
+    num_blocks: int
+    """Size of the block pool, the null block 0 included."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Tokens of one prompt step."""
+    max_model_len: int
+    """A sequence may hold this many tokens and is ended by the next one."""
+    num_state_slots: int | None = None
+    """Size of the state pool, the null slot 0 included; None: the model keeps no fixed-size state."""
+    chunked_prefill: bool = True
+    stop_preempted_request: bool = True
+    """End a preempted request (True) or put it back to be computed again (False)."""
+    prefill_attempt_interval: int = 70
+    """Decode steps between two points at which a prompt step is tried if every rank wants it."""
+    prefill_any_attempt_interval: int = 100
+    """Decode steps between two points at which one rank that wants a prompt step is enough."""
+    prefill_watermark: float = 0.9
+    """Share of used blocks above which no new prompt is started."""
+    prefill_max_sum_seqlen_k: int | None = None
+    """Bound on the sum of sequence lengths of one prompt step (attention workspace); None: no bound."""
+    lookahead_tokens: int = 0
+    """Shortest chunk, but for the last piece of a prompt."""
+    cp_size: int = 1
+    """Context-parallel ranks; chunks are cut at multiples of 2 * cp_size when above 1."""
+    eos_token_ids: tuple[int, ...] = ()
+    max_num_draft_tokens: int = 0
+    image_pad_token_id: int | None = None
+    """Placeholder token of image patches; a run of them is never cut."""
+    image_start_token_id: int | None = None
+    preempt_only_on_need: bool = True
+    """Off: decide exactly as the reference does, its known faults included (docs/decisions)."""
+    remote_growth_tokens: int = 512
+    """COMPLETION: room kept free for one running sequence while others wait for remote KV."""
+    runtime_max_model_len: int | None = None
+    """Rows of the worker's position tables; None: max_model_len + 2 * max_num_draft_tokens."""
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_contradictions()
+
+    @property
+    def cut_alignment(self) -> int:
+        """A cut chunk is a multiple of this many tokens (zigzag context parallelism needs pairs)."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    @property
+    def min_chunk(self) -> int:
+        return max(self.lookahead_tokens, 1)
+
+    @property
+    def prompt_limit(self) -> int:
+        """Longest sequence that may be prefilled."""
+        if self.chunked_prefill:
+            return self.max_model_len
+        return min(self.max_model_len, self.max_num_batched_tokens)
+
+    @property
+    def position_limit(self) -> int:
+        if self.runtime_max_model_len is not None:
+            return self.runtime_max_model_len
+        return self.max_model_len + 2 * self.max_num_draft_tokens
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        return -(-(self.max_model_len + 1 + self.max_num_draft_tokens) // self.block_size)
+
+    def digest_fields(self) -> dict[str, str]:
+        """The options that ranks of one group must share, as text."""
+        return {
+            item.name: str(getattr(self, item.name))
+            for item in fields(self)
+            if item.name not in RANK_LOCAL_FIELDS
+        }
+
+    def digest(self) -> int:
+        """A 62-bit digest of `digest_fields`, the same on every machine."""
+        text = "\n".join(f"{name}={value}" for name, value in self.digest_fields().items())
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+    def _check_ranges(self) -> None:
+        at_least_one = (
+            "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "cp_size",
+            "prefill_attempt_interval", "prefill_any_attempt_interval",
+        )  # fmt: skip
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lookahead_tokens", "max_num_draft_tokens", "remote_growth_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.num_blocks < 2:
+            raise ConfigError(f"num_blocks must be at least 2 (block 0 is the null block), got {self.num_blocks}")
+        if not 0.0 < self.prefill_watermark <= 1.0:
+            raise ConfigError(f"prefill_watermark must be above 0 and at most 1, got {self.prefill_watermark}")
+        if self.num_state_slots is not None and self.num_state_slots < 2:
+            raise ConfigError(
+                f"num_state_slots={self.num_state_slots} leaves a stateful model without a usable slot (slot 0 is"
+                " the null slot): raise num_state_slots to at least 2, or set it to None for a model without state"
+            )
+        if self.prefill_max_sum_seqlen_k is not None and self.prefill_max_sum_seqlen_k < 1:
+            raise ConfigError(f"prefill_max_sum_seqlen_k must be at least 1, got {self.prefill_max_sum_seqlen_k}")
+
+    def _check_contradictions(self) -> None:
+        if self.engine_type is EngineType.COMPLETION and not self.stop_preempted_request:
+            raise ConfigError(
+                "engine_type=completion with stop_preempted_request=False: a completion engine has no prefill"
+                " channel and cannot recompute; set stop_preempted_request=True"
+            )
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len={self.max_model_len}"
+                " without chunked prefill: raise max_num_batched_tokens or set chunked_prefill=True"
+            )
+        aligned = self.max_num_batched_tokens // self.cut_alignment * self.cut_alignment
+        if aligned < self.min_chunk:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} holds no chunk of lookahead_tokens="
+                f"{self.lookahead_tokens} aligned to {self.cut_alignment} (cp_size={self.cp_size}):"
+                " raise max_num_batched_tokens"
+            )
+        if self.image_start_token_id is not None and self.image_pad_token_id is None:
+            raise ConfigError(
+                f"image_start_token_id={self.image_start_token_id} without image_pad_token_id: set both or none"
+            )
+        needed = self.max_model_len + 2 * self.max_num_draft_tokens
+        if self.position_limit < needed:
+            raise ConfigError(
+                f"runtime_max_model_len={self.runtime_max_model_len} is below max_model_len={self.max_model_len}"
+                f" + 2 * max_num_draft_tokens={self.max_num_draft_tokens}: raise runtime_max_model_len"
+            )

@@ -1,0 +1,15 @@
+"""Device copies that a step needs before it runs."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Copies:
+    """Executed before the step, clones first, then zeroes.
+
+    Clones are (src, dst); dst = 0 means that src was given back and nothing is copied.
+    """
+
+    clone_blocks: list[tuple[int, int]] = field(default_factory=list)
+    clone_states: list[tuple[int, int]] = field(default_factory=list)
+    zero_states: list[int] = field(default_factory=list)

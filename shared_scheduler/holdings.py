@@ -1,0 +1,169 @@
+"""Who holds what: blocks, state slot and row of every sequence, taken together or not at all.
+
+Order of taking, everywhere: state pool, then block pool. A pool that two sequences share after a fork is
+made private by whoever writes first; the copies that this needs on the device are collected here and
+belong to the step being built.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from shared_scheduler.block_manager import AllocStatus, BlockManager
+from shared_scheduler.config import SchedulerConfig
+from shared_scheduler.copies import Copies
+from shared_scheduler.errors import CorruptionError
+from shared_scheduler.rows import SequenceRows
+from shared_scheduler.sequence import Sequence
+
+INITIAL_TABLE_WIDTH = 16
+
+
+class Holdings:
+    """The pools and rows of one scheduler."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._block_size = config.block_size
+        slots = config.num_state_slots
+        self.states = None if slots is None else BlockManager(slots, "state slot")
+        self.blocks = BlockManager(config.num_blocks)
+        self.rows = SequenceRows(
+            min(config.max_num_seqs, 64), INITIAL_TABLE_WIDTH, config.max_blocks_per_sequence
+        )
+        self._copies = Copies()
+
+    def can_hold(self, num_blocks: int, num_slots: int = 1) -> AllocStatus:
+        """Blocks and slot together: enough blocks without a free slot is LATER."""
+        status = self.blocks.can_allocate(num_blocks)
+        if status is AllocStatus.OK and self.states is not None:
+            return self.states.can_allocate(num_slots)
+        return status
+
+    def attach(self, sequence: Sequence, num_blocks: int, *, zero_state: bool = True) -> None:
+        """Give a sequence without blocks a row, a state slot and `num_blocks` blocks."""
+        if sequence.holds_blocks:
+            raise CorruptionError(f"{sequence.request_id!r} already holds blocks")
+        slot = 0 if self.states is None else self.states.allocate_one()
+        if slot and zero_state:
+            self._copies.zero_states.append(slot)
+        self._bind(sequence, slot)
+        self.rows.append_blocks(sequence.row, self.blocks.allocate(num_blocks))
+
+    def share(self, parent: Sequence, child: Sequence, num_cached: int) -> None:
+        """Pin the parent's slot and the blocks of its first `num_cached` tokens for the child."""
+        slot = parent.cache.state_id or 0
+        table = parent.cache.block_table[: -(-num_cached // self._block_size)]
+        if slot and self.states is not None:
+            self.states.pin([slot])
+        self.blocks.pin(table)
+        self._bind(child, slot)
+        self.rows.append_blocks(child.row, table)
+        child.cache.set_num_tokens(num_cached)
+
+    def release(self, sequence: Sequence) -> None:
+        """Everything the sequence holds goes back; nothing may read or write it any more."""
+        if not sequence.holds_blocks:
+            return
+        row, slot = sequence.row, sequence.cache.state_id
+        table = sequence.cache.block_table
+        sequence.unbind_row()
+        self.rows.give_back(row)
+        if slot is not None and self.states is not None:
+            self.states.free([slot])
+        self.blocks.free(table)
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Blocks to take before the next step may write: growth, and a private copy of a shared tail."""
+        if not sequence.holds_blocks:
+            return sequence.num_blocks_needed()
+        held = int(self.rows.num_blocks[sequence.row])
+        return sequence.num_blocks_needed() - held + (self._shared_tail(sequence) is not None)
+
+    def num_missing_slots(self, sequence: Sequence) -> int:
+        if self.states is None:
+            return 0
+        slot = sequence.cache.state_id
+        return int(slot is None or self.states.count(slot) > 1)
+
+    def make_writable(self, sequence: Sequence) -> None:
+        """Fit the table exactly to the need and own alone what the next step writes; ask first."""
+        self._own_state(sequence)
+        self._own_tail(sequence)
+        row = sequence.row
+        needed, held = sequence.num_blocks_needed(), int(self.rows.num_blocks[row])
+        if needed > held:
+            self.rows.append_blocks(row, self.blocks.allocate(needed - held))
+        elif needed < held:
+            self.blocks.free(self.rows.cut_blocks(row, needed))
+
+    def give_back_unused_pin(self, sequence: Sequence) -> None:
+        """A fork that ended before it was admitted: its pins go back, nothing is copied (dst 0)."""
+        tail = self._shared_tail(sequence)
+        if tail is not None:
+            self._copies.clone_blocks.append((int(self.rows.tables[sequence.row, tail]), 0))
+        slot = sequence.cache.state_id
+        if slot is not None and self.states is not None and self.states.count(slot) > 1:
+            self._copies.clone_states.append((slot, 0))
+
+    def take_copies(self) -> Copies:
+        """The copies collected since the last call; they go with the step being built."""
+        copies, self._copies = self._copies, Copies()
+        return copies
+
+    def check_invariants(self, holders: Iterable[Sequence]) -> None:
+        """Every count in both pools is the number of live sequences that hold the piece."""
+        owners = np.zeros_like(self.blocks.counts())
+        slots = None if self.states is None else np.zeros_like(self.states.counts())
+        num_rows = 0
+        for sequence in holders:
+            assert self.rows.owners[sequence.row] is sequence
+            num_rows += 1
+            table = sequence.cache.block_table
+            assert np.unique(table).size == table.size, f"a block twice in the table of {sequence!r}"
+            owners[table] += 1
+            if slots is not None:
+                slots[sequence.cache.state_id or 0] += 1
+        assert num_rows == self.rows.num_taken, f"{self.rows.num_taken - num_rows} rows without a live owner"
+        self.blocks.check_invariants()
+        assert np.array_equal(owners, self.blocks.counts()), "block owners and counts differ"
+        if self.states is not None and slots is not None:
+            self.states.check_invariants()
+            assert np.array_equal(slots, self.states.counts()), "slot owners and counts differ"
+        self.rows.check_invariants()
+
+    def _bind(self, sequence: Sequence, slot: int) -> None:
+        row = self.rows.take(sequence)
+        limit = self._config.max_model_len + 1
+        end_length = min(sequence.num_prompt_tokens + sequence.sampling.max_tokens, limit)
+        sequence.bind_row(self.rows, row, end_length)
+        self.rows.state_slot[row] = slot
+
+    def _shared_tail(self, sequence: Sequence) -> int | None:
+        """Index in the table of a partly written block that somebody else holds too."""
+        if not self.blocks.num_shared:
+            return None
+        written = sequence.cache.num_tokens + sequence.schedule.total_inflight_tokens
+        index = written // self._block_size
+        if index >= self.rows.num_blocks[sequence.row]:
+            return None
+        return index if self.blocks.count(int(self.rows.tables[sequence.row, index])) > 1 else None
+
+    def _own_state(self, sequence: Sequence) -> None:
+        if self.states is None or not self.num_missing_slots(sequence):
+            return
+        shared = sequence.cache.state_id
+        assert shared is not None
+        slot = self.states.allocate_one()
+        self._copies.clone_states.append((shared, slot))
+        self.rows.state_slot[sequence.row] = slot
+        self.states.free([shared])
+
+    def _own_tail(self, sequence: Sequence) -> None:
+        tail = self._shared_tail(sequence)
+        if tail is None:
+            return
+        shared, own = int(self.rows.tables[sequence.row, tail]), self.blocks.allocate_one()
+        self._copies.clone_blocks.append((shared, own))
+        self.rows.tables[sequence.row, tail] = own
+        self.blocks.free([shared])

@@ -1,0 +1,152 @@
+"""Who goes into a prompt step, and how much of each prompt."""
+
+from dataclasses import dataclass, field
+
+from shared_scheduler.block_manager import AllocStatus
+from shared_scheduler.chunking import CutRules, chunk_length
+from shared_scheduler.config import EngineType, SchedulerConfig
+from shared_scheduler.drafts import InfoSlots
+from shared_scheduler.holdings import Holdings
+from shared_scheduler.queues import Queues
+from shared_scheduler.sequence import Sequence
+from shared_scheduler.status import SequenceStatus
+
+FORK_MARK = "_"
+"""First letter of the branch id of a fork that has not been admitted yet."""
+
+
+@dataclass(slots=True)
+class PromptPlan:
+    """Sequences of one prompt step with their chunk lengths, and those that ended on the way."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    seqlens_q: list[int] = field(default_factory=list)
+    ignored: list[Sequence] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sequences and not self.ignored
+
+
+class PromptPlanner:
+    """Fills a prompt step from the head of `waiting`; a limit that the head does not pass ends the step."""
+
+    def __init__(self, config: SchedulerConfig, queues: Queues, holdings: Holdings, info_slots: InfoSlots) -> None:
+        self._config = config
+        self._queues = queues
+        self._holdings = holdings
+        self._info_slots = info_slots
+        self._rules = CutRules(
+            alignment=config.cut_alignment,
+            min_chunk=config.min_chunk,
+            may_cut=config.chunked_prefill,
+            image_pad=config.image_pad_token_id,
+            image_start=config.image_start_token_id,
+        )
+
+    def plan(self) -> PromptPlan:
+        config, waiting = self._config, self._queues.waiting
+        plan = PromptPlan()
+        num_sequences = self._queues.num_running + self._queues.num_joining
+        sum_k_left = config.prefill_max_sum_seqlen_k
+        used = 0
+        while waiting:
+            sequence = waiting[0]
+            if sequence.is_finished:
+                self._drop_head(plan)
+                continue
+            if not sequence.schedule.schedulable:
+                break
+            if self._is_too_long(sequence):
+                sequence.finish(SequenceStatus.FINISHED_IGNORED)
+                self._drop_head(plan)
+                continue
+            if num_sequences + 1 > config.max_num_seqs:
+                break
+            if sum_k_left is not None and sum_k_left < sequence.num_tokens:
+                break
+            status = self._can_hold(sequence)
+            if status is AllocStatus.NEVER:
+                sequence.finish(SequenceStatus.FINISHED_IGNORED)
+                self._drop_head(plan)
+                continue
+            if status is AllocStatus.LATER:
+                break
+            length = self._chunk_length(sequence, config.max_num_batched_tokens - used)
+            if length == 0:
+                if used:
+                    break
+                # Not even an empty step has room for the piece that must stay whole.
+                sequence.finish(SequenceStatus.FINISHED_IGNORED)
+                self._drop_head(plan)
+                continue
+            used += -(-length // config.cut_alignment) * config.cut_alignment
+            if sum_k_left is not None:
+                sum_k_left -= sequence.num_tokens
+            is_last = self._take_head(plan, length)
+            num_sequences += is_last
+            if not is_last and config.engine_type is EngineType.NORMAL:
+                break
+        return plan
+
+    def has_admissible_head(self) -> bool:
+        """Would a prompt step take, or end, the head of `waiting` now?"""
+        if not self._queues.waiting:
+            return False
+        head = self._queues.waiting[0]
+        if head.is_finished:
+            return True
+        if not head.schedule.schedulable:
+            return False
+        return self._is_too_long(head) or self._can_hold(head) is not AllocStatus.LATER
+
+    def _is_too_long(self, sequence: Sequence) -> bool:
+        config = self._config
+        bound = config.prompt_limit
+        if config.prefill_max_sum_seqlen_k is not None:
+            bound = min(bound, config.prefill_max_sum_seqlen_k)
+        return sequence.num_tokens > bound
+
+    def _can_hold(self, sequence: Sequence) -> AllocStatus:
+        missing = self._holdings.num_missing(sequence)
+        slots = self._holdings.num_missing_slots(sequence)
+        return self._holdings.can_hold(missing, slots)
+
+    def _chunk_length(self, sequence: Sequence, room: int) -> int:
+        start = sequence.cache.num_tokens
+        checkpoints = sequence.schedule.chunk_checkpoints
+        while checkpoints and checkpoints[0] <= start:
+            checkpoints.popleft()
+        checkpoint = next((at for at in checkpoints if at - start >= self._rules.min_chunk), None)
+        tokens = sequence.stored_tokens(0, sequence.num_tokens)
+        return chunk_length(tokens, start, room, self._rules, checkpoint)
+
+    def _take_head(self, plan: PromptPlan, length: int) -> bool:
+        """Side effects of admission: blocks, slots, status, ledgers. True if it is the prompt's last chunk."""
+        sequence = self._queues.waiting.popleft()
+        schedule = sequence.schedule
+        assert schedule.status is SequenceStatus.WAITING, f"{sequence!r} was in waiting"
+        if not sequence.holds_blocks:
+            self._holdings.attach(sequence, sequence.num_blocks_needed())
+        elif schedule.branch_id.startswith(FORK_MARK):
+            schedule.branch_id = schedule.branch_id.removeprefix(FORK_MARK)
+            plan.num_cached_tokens += sequence.cache.hit_tokens
+            self._holdings.make_writable(sequence)
+        schedule.chunked_rest_len = sequence.num_tokens - sequence.cache.num_tokens - length
+        is_last = schedule.chunked_rest_len == 0
+        if is_last:
+            schedule.status = SequenceStatus.RUNNING
+            self._info_slots.take(sequence)
+            self._queues.num_joining += self._config.engine_type is EngineType.NORMAL
+        schedule.start_inflight_step(length)
+        plan.sequences.append(sequence)
+        plan.seqlens_q.append(length)
+        return is_last
+
+    def _drop_head(self, plan: PromptPlan) -> None:
+        sequence = self._queues.waiting.popleft()
+        if sequence.schedule.branch_id.startswith(FORK_MARK) and sequence.holds_blocks:
+            self._holdings.give_back_unused_pin(sequence)
+        if self._queues.end_queued(sequence):
+            plan.ignored.append(sequence)

@@ -1,0 +1,109 @@
+"""Where every live sequence is.
+
+1. `add_sequence` puts it at the tail of `waiting`; nothing physical is reserved.
+2. A prompt step takes it from the head of `waiting`; while the chunk is in flight it is in no queue.
+3. A middle chunk returns it to the head of `waiting`; the last chunk moves it to `running` (NORMAL) or to
+   `held` (PROMPT), where it stays until the hand-over is released.
+4. A COMPLETION engine reserves blocks for it in `remote`; when its KV has arrived it goes to `prompted`, as
+   does a fork whose prompt is complete; a decode step admits it from there to `running`.
+5. A preempted sequence goes back to the head of `waiting`, or ends.
+6. `abort` only marks. Whoever meets a marked sequence next takes it out: the sweep of a step, or the results
+   of the step it is in. Its blocks go back only when no launched step contains it.
+
+`by_id` holds every sequence whose end has not been reported yet, so each end is reported once.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from shared_scheduler.errors import RequestError
+from shared_scheduler.holdings import Holdings
+from shared_scheduler.rows import RowIndices
+from shared_scheduler.sequence import Sequence
+
+
+class Queues:
+    """The queues of one scheduler."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self.waiting: deque[Sequence] = deque()
+        self.prompted: deque[Sequence] = deque()
+        self.running: RowIndices = np.empty(0, np.intp)
+        """Rows, in the order of the last decode batch and then of arrival here."""
+        self.running_is_ordered = True
+        """Nothing joined and no length changed by other than one since `running` was put in order."""
+        self.remote: dict[str, Sequence] = {}
+        self.held: dict[str, Sequence] = {}
+        self.by_id: dict[str, Sequence] = {}
+        self.num_joining = 0
+        """Sequences in launched prompt steps that will join `running`."""
+        self.has_marked = False
+        """Something may have ended by mark since the last sweep."""
+
+    def register(self, sequence: Sequence) -> None:
+        if sequence.request_id in self.by_id:
+            raise RequestError(f"request id {sequence.request_id!r} is already in use")
+        self.by_id[sequence.request_id] = sequence
+
+    def report(self, sequence: Sequence) -> bool:
+        """True the first time: the caller tells the engine that this sequence has ended."""
+        return self.by_id.pop(sequence.request_id, None) is not None
+
+    @property
+    def num_running(self) -> int:
+        return int(self.running.size)
+
+    def running_sequences(self) -> list[Sequence]:
+        sequences: list[Sequence] = self._holdings.rows.owners[self.running].tolist()
+        return sequences
+
+    def join_running(self, sequences: list[Sequence]) -> None:
+        if sequences:
+            rows = np.array([sequence.row for sequence in sequences], np.intp)
+            self.running = np.concatenate([self.running, rows])
+            self.running_is_ordered = False
+
+    def sweep_running(self) -> list[Sequence]:
+        """Take out what has ended; release it unless a launched step still contains it. Returns the swept."""
+        swept = [sequence for sequence in self.running_sequences() if sequence.is_finished]
+        if not swept:
+            return []
+        gone = np.array([sequence.row for sequence in swept], np.intp)
+        self.running = self.running[~np.isin(self.running, gone)]
+        ended = []
+        for sequence in swept:
+            if sequence.is_in_flight:
+                continue
+            self._holdings.release(sequence)
+            if self.report(sequence):
+                ended.append(sequence)
+        return ended
+
+    def sweep_waiting(self) -> list[Sequence]:
+        """Take out dead waiters and what they hold."""
+        dead = [sequence for sequence in self.waiting if sequence.is_finished]
+        if dead:
+            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_finished)
+        return [sequence for sequence in dead if self.end_queued(sequence)]
+
+    def sweep_prompted(self) -> list[Sequence]:
+        dead = [sequence for sequence in self.prompted if sequence.is_finished]
+        if dead:
+            self.prompted = deque(sequence for sequence in self.prompted if not sequence.is_finished)
+        for sequence in dead:
+            self._holdings.give_back_unused_pin(sequence)
+        return [sequence for sequence in dead if self.end_queued(sequence)]
+
+    def end_queued(self, sequence: Sequence) -> bool:
+        """Release a queued sequence that has ended (unless in flight); True if it is to be reported."""
+        if not sequence.is_in_flight:
+            self._holdings.release(sequence)
+        return self.report(sequence)
+
+    def holders(self) -> Iterator[Sequence]:
+        """Every sequence that has a row."""
+        owners = self._holdings.rows.owners
+        return (owners[row] for row in self._holdings.rows.taken().tolist())

@@ -1,0 +1,182 @@
+"""What changes in every step, kept as numpy columns: one row per sequence that holds blocks.
+
+A sequence gets a row together with its blocks and gives both back together. While it has a row, its
+lengths, block table and newest tokens live here and nowhere else; `Sequence` and its ledgers read them
+through the row. A step then touches whole columns instead of objects.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from shared_scheduler.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from shared_scheduler.sequence import Sequence
+
+Int32Array = npt.NDArray[np.int32]
+RowIndices = npt.NDArray[np.intp]
+
+NEW_TOKENS_WIDTH = 128
+"""Newest tokens that wait in a row before they move, all at once, to the sequence's own array."""
+
+NO_ROW = -1
+
+COLUMNS = (
+    "num_tokens",  # committed tokens
+    "num_prompt_tokens",
+    "end_length",  # the sequence ends when it has this many tokens
+    "stops_at_eos",  # 1 unless end-of-sequence tokens are ignored
+    "cached",  # tokens whose KV is owned
+    "previous_cached",
+    "inflight",  # tokens launched and not yet answered, all steps
+    "last_inflight",  # of these, those of the newest step
+    "last_token",
+    "num_blocks",
+    "state_slot",  # 0: none
+    "new_start",  # new_tokens[row, new_start:new_end] are not in the sequence's array yet
+    "new_end",
+)
+
+
+class SequenceRows:
+    """Columns int32[capacity], tables int32[capacity, width] (0 beyond a row's blocks); grows by doubling."""
+
+    num_tokens: Int32Array
+    num_prompt_tokens: Int32Array
+    end_length: Int32Array
+    stops_at_eos: Int32Array
+    cached: Int32Array
+    previous_cached: Int32Array
+    inflight: Int32Array
+    last_inflight: Int32Array
+    last_token: Int32Array
+    num_blocks: Int32Array
+    state_slot: Int32Array
+    new_start: Int32Array
+    new_end: Int32Array
+
+    def __init__(self, capacity: int, width: int, max_width: int) -> None:
+        self._max_width = max_width
+        self._columns = np.zeros((len(COLUMNS), capacity), np.int32)
+        self.tables = np.zeros((capacity, min(width, max_width)), np.int32)
+        self.new_tokens = np.zeros((capacity, NEW_TOKENS_WIDTH), np.int32)
+        self.owners: npt.NDArray[np.object_] = np.full(capacity, None, object)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._name_columns()
+
+    @property
+    def capacity(self) -> int:
+        return int(self._columns.shape[1])
+
+    @property
+    def num_taken(self) -> int:
+        return self.capacity - len(self._free)
+
+    def taken(self) -> RowIndices:
+        """Rows in use, ascending."""
+        mask = np.ones(self.capacity, bool)
+        mask[self._free] = False
+        return np.flatnonzero(mask)
+
+    def take(self, owner: "Sequence") -> int:
+        """A row of zeros for `owner`."""
+        if not self._free:
+            self._double()
+        row = self._free.pop()
+        self._columns[:, row] = 0
+        # Rows start at different places, so that they do not all have to be emptied in the same step.
+        self.new_start[row] = self.new_end[row] = row * 37 % NEW_TOKENS_WIDTH
+        self.owners[row] = owner
+        return row
+
+    def give_back(self, row: int) -> None:
+        if self.owners[row] is None:
+            raise CorruptionError(f"row {row} given back twice")
+        self.tables[row, : self.num_blocks[row]] = 0
+        self.owners[row] = None
+        self._free.append(row)
+
+    def table(self, row: int) -> Int32Array:
+        """The row's block table; a view."""
+        return self.tables[row, : self.num_blocks[row]]
+
+    def append_blocks(self, row: int, block_ids: Int32Array) -> None:
+        start = int(self.num_blocks[row])
+        end = start + block_ids.size
+        self.ensure_width(end)
+        self.tables[row, start:end] = block_ids
+        self.num_blocks[row] = end
+
+    def cut_blocks(self, row: int, num_blocks: int) -> Int32Array:
+        """Shorten the table to `num_blocks` and return the ids cut off."""
+        cut = self.tables[row, num_blocks : self.num_blocks[row]].copy()
+        self.tables[row, num_blocks : self.num_blocks[row]] = 0
+        self.num_blocks[row] = num_blocks
+        return cut
+
+    def ensure_width(self, width: int) -> None:
+        if width <= self.tables.shape[1]:
+            return
+        if width > self._max_width:
+            raise CorruptionError(f"a table of {width} blocks, above the {self._max_width} a sequence can need")
+        wider = np.zeros((self.capacity, min(max(width, 2 * self.tables.shape[1]), self._max_width)), np.int32)
+        wider[:, : self.tables.shape[1]] = self.tables
+        self.tables = wider
+
+    def append_token(self, row: int, token_id: int) -> None:
+        end = int(self.new_end[row])
+        self.new_tokens[row, end] = token_id
+        self.last_token[row] = token_id
+        self.num_tokens[row] += 1
+        self.new_end[row] = end + 1
+        if end + 1 == NEW_TOKENS_WIDTH:
+            self.flush(row)
+
+    def append_one_each(self, rows: RowIndices, token_ids: Int32Array) -> None:
+        """One token to each of distinct rows."""
+        end = self.new_end[rows]
+        self.new_tokens.reshape(-1)[rows * NEW_TOKENS_WIDTH + end] = token_ids
+        self.last_token[rows] = token_ids
+        end += 1
+        self.new_end[rows] = end
+        if int(end.max()) == NEW_TOKENS_WIDTH:
+            for row in rows[end == NEW_TOKENS_WIDTH].tolist():
+                self.flush(row)
+
+    def flush(self, row: int) -> None:
+        """Move the row's newest tokens to its sequence."""
+        start, end = int(self.new_start[row]), int(self.new_end[row])
+        if start == end and end < NEW_TOKENS_WIDTH:
+            return
+        owner: Sequence = self.owners[row]
+        owner.store_tokens(self.new_tokens[row, start:end])
+        self.new_start[row] = self.new_end[row] = 0 if end == NEW_TOKENS_WIDTH else end
+
+    def _double(self) -> None:
+        old = self.capacity
+        self._columns = np.pad(self._columns, ((0, 0), (0, old)))
+        self.tables = np.pad(self.tables, ((0, old), (0, 0)))
+        self.new_tokens = np.pad(self.new_tokens, ((0, old), (0, 0)))
+        self.owners = np.concatenate([self.owners, np.full(old, None, object)])
+        self._free.extend(range(2 * old - 1, old - 1, -1))
+        self._name_columns()
+
+    def _name_columns(self) -> None:
+        for index, name in enumerate(COLUMNS):
+            setattr(self, name, self._columns[index])
+
+    def check_invariants(self) -> None:
+        """Tables are 0 beyond their blocks, and token counts add up."""
+        for row in self.taken().tolist():
+            owner: Sequence = self.owners[row]
+            assert owner.row == row
+            num_blocks = self.num_blocks[row]
+            assert (self.tables[row, :num_blocks] > 0).all(), f"a hole in the table of row {row}"
+            assert not self.tables[row, num_blocks:].any(), f"row {row} lists blocks it does not hold"
+            num_new = int(self.new_end[row] - self.new_start[row])
+            assert self.num_tokens[row] == owner.num_stored + num_new, f"tokens of row {row} do not add up"
+        for row in self._free:
+            assert self.owners[row] is None
+            assert not self.tables[row].any()

@@ -1,0 +1,223 @@
+"""Prompt, completion and NORMAL services with scripted behaviour, as real HTTP servers on loopback."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from wire.services import (
+    CompletionEvent,
+    CompletionRequest,
+    EngineInfo,
+    EngineRole,
+    ErrorBody,
+    FinishReason,
+    OutputToken,
+    PromptRequest,
+    PromptResponse,
+    ServiceError,
+    TokenLogprobs,
+)
+
+Message = dict[str, Any]
+Script = Callable[["Call"], Awaitable[None]]
+
+MODEL = "tiny"
+
+
+def token(index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> OutputToken:
+    return OutputToken(index=index, token_id=token_id, logprobs=logprobs)
+
+
+@dataclass
+class Call:
+    """One request that reached a mock, with the means to answer it piece by piece."""
+
+    path: str
+    body: bytes
+    send: Callable[[Message], Awaitable[None]]
+    client_left: asyncio.Event = field(default_factory=asyncio.Event)
+    arrived_s: float = 0.0
+
+    @property
+    def prompt_request(self) -> PromptRequest:
+        return msgspec.json.decode(self.body, type=PromptRequest)
+
+    @property
+    def completion_request(self) -> CompletionRequest:
+        return msgspec.json.decode(self.body, type=CompletionRequest)
+
+    async def answer(self, status: int, content: bytes, headers: Sequence[tuple[str, str]] = ()) -> None:
+        raw = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        raw += [(name.encode(), value.encode()) for name, value in headers]
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})
+        await self.send({"type": "http.response.body", "body": content})
+
+    async def refuse(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "server_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        error = ServiceError(message=message, type=kind, param=param, code=code)
+        await self.answer(status, msgspec.json.encode(ErrorBody(error=error)), headers)
+
+    async def first_token(
+        self,
+        token_id: int,
+        *,
+        finish_reason: FinishReason | None = None,
+        num_cached_tokens: int = 0,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        request = self.prompt_request
+        answer = PromptResponse(
+            request_id=request.request_id,
+            token=token(0, token_id, logprobs),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=num_cached_tokens,
+            finish_reason=finish_reason,
+        )
+        await self.answer(200, msgspec.json.encode(answer))
+
+    async def accept(self) -> None:
+        """Send the head of an event stream."""
+        headers = [(b"content-type", b"text/event-stream")]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def event(self, event: CompletionEvent) -> None:
+        await self.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+    async def tokens(self, first_index: int, token_ids: Sequence[int], **fields: Any) -> None:
+        tokens = tuple(token(first_index + offset, token_id) for offset, token_id in enumerate(token_ids))
+        await self.event(CompletionEvent(tokens=tokens, **fields))
+
+    async def end(self) -> None:
+        await self.send({"type": "http.response.body", "body": b""})
+
+
+class MockEngine:
+    """One engine; `script` answers its generation calls, and every call is kept in `calls`."""
+
+    def __init__(self, role: EngineRole, script: Script) -> None:
+        self.role = role
+        self.script = script
+        self.calls: list[Call] = []
+        self.is_ready = True
+        self.num_connections = 0
+        self.info = EngineInfo(
+            role=role,
+            engine_id=f"{role}-1",
+            epoch=1,
+            model=MODEL,
+            compatibility_hash="equal",
+            control_address="tcp://127.0.0.1:9" if role == "prompt" else None,
+            max_model_len=256,
+            max_num_seqs=8,
+            block_size=4,
+            num_usable_blocks=1000,
+            num_free_blocks=1000,
+            version="0",
+        )
+        self.url = ""
+        self._arrival = asyncio.Condition()
+
+    async def call(self, number: int = 0) -> Call:
+        """Wait for the generation call of this number."""
+        async with self._arrival:
+            await self._arrival.wait_for(lambda: len(self.calls) > number)
+        return self.calls[number]
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body = await _body(receive)
+        call = Call(scope["path"], body, send, arrived_s=asyncio.get_running_loop().time())
+        if scope["method"] == "GET":
+            await self._answer_probe(call)
+            return
+        async with self._arrival:
+            self.calls.append(call)
+            self._arrival.notify_all()
+        await self._run_script(call, receive)
+
+    async def _answer_probe(self, call: Call) -> None:
+        if call.path == "/info":
+            await call.answer(200, msgspec.json.encode(self.info))
+        else:
+            await call.answer(200 if self.is_ready else 503, b"{}")
+
+    async def _run_script(self, call: Call, receive: Any) -> None:
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            call.client_left.set()
+
+        running = asyncio.create_task(self.script(call))  # type: ignore[arg-type]
+        watching = asyncio.create_task(watch())
+        try:
+            await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+        finally:
+            running.cancel()
+            watching.cancel()
+            await asyncio.gather(running, watching, return_exceptions=True)
+
+
+async def _body(receive: Any) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return body
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, *, lifespan: str = "off") -> AsyncIterator[str]:
+    """Serve an ASGI app on a free loopback port; yields its base URL."""
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan=lifespan, timeout_graceful_shutdown=1
+        )
+        server = QuickServer(config)
+        task = asyncio.create_task(server.serve_here(listening))
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.stopping.set()
+            await task
+
+
+class QuickServer(uvicorn.Server):
+    """A server without signal handlers and without uvicorn's tenth-of-a-second ticks."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stopping = asyncio.Event()
+
+    async def serve_here(self, listening: socket.socket) -> None:
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[listening])
+        await self.stopping.wait()
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await self.lifespan.shutdown()
+        while self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks)

@@ -1,0 +1,170 @@
+"""A whole stack of real processes on loopback, as the system tests use it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import openai
+import psutil
+
+from engine.child_process import environment_for_child
+from launcher.child import ChildSpec
+from launcher.stack import StackSettings, stack_specs
+
+START_TIMEOUT_S = 120.0
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Wait for something another process does; an AssertionError says what did not happen."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+class ServiceProcess:
+    """One process of the stack, its URL and its log."""
+
+    def __init__(self, spec: ChildSpec, log_path: Path) -> None:
+        self.spec = spec
+        self.url = spec.url
+        self._log = log_path.open("ab")
+        self.log_path = log_path
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", spec.module, *spec.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment_for_child(),
+        )
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, f"{self.spec.name} ended: {self.log_tail()}"
+        try:
+            return httpx.get(self.url + self.spec.ready_path, timeout=5.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def info(self) -> dict[str, object]:
+        answer: dict[str, object] = httpx.get(self.url + "/info", timeout=5.0).json()
+        return answer
+
+    def num_free_blocks(self) -> int:
+        return int(str(self.info()["num_free_blocks"]))
+
+    def num_usable_blocks(self) -> int:
+        return int(str(self.info()["num_usable_blocks"]))
+
+    def engine_process(self) -> psutil.Process:
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def log_tail(self) -> str:
+        return self.log_path.read_text(errors="replace")[-3000:]
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=20)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._log.close()
+
+
+class RunningStack:
+    """Started processes by name; a context manager that leaves none behind."""
+
+    def __init__(self, **settings: object) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="tandem-test-")
+        arguments = {"port": free_port(), "num_threads": 1, **settings}
+        self.settings = StackSettings.model_validate(arguments)
+        self.services: dict[str, ServiceProcess] = {}
+
+    def __enter__(self) -> "RunningStack":
+        try:
+            for spec in stack_specs(self.settings):
+                path = Path(self._directory.name) / f"{spec.name}.log"
+                self.services[spec.name] = ServiceProcess(spec, path)
+            for service in self.services.values():
+                eventually(service.is_ready, f"{service.spec.name} is ready", START_TIMEOUT_S)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for service in reversed(self.services.values()):
+            service.stop()
+        self._directory.cleanup()
+
+    @property
+    def prompt(self) -> ServiceProcess:
+        return self.services["prompt"]
+
+    @property
+    def completion(self) -> ServiceProcess:
+        return self.services["completion"]
+
+    @property
+    def url(self) -> str:
+        return self.services["proxy"].url
+
+    @contextmanager
+    def client(self) -> Iterator[openai.OpenAI]:
+        """An OpenAI client that reports a failure at once instead of trying again."""
+        with openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120.0) as client:
+            yield client
+
+    def free_blocks(self) -> dict[str, int]:
+        return {name: self.services[name].num_free_blocks() for name in ("prompt", "completion")}
+
+    def wait_until_nothing_is_pinned(self, timeout_s: float = 30.0) -> None:
+        """Every block of both pools is free again."""
+
+        def all_free() -> bool:
+            return all(
+                service.num_free_blocks() == service.num_usable_blocks()
+                for service in (self.prompt, self.completion)
+            )
+
+        eventually(all_free, f"all blocks are free again, now {self.free_blocks()}", timeout_s)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def post(url: str, body: object, timeout_s: float = 60.0) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=timeout_s)
+
+
+def child_pids(pid: int) -> set[int]:
+    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

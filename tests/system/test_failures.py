@@ -1,0 +1,118 @@
+"""Clients that leave, engines that are killed: errors come at once, nothing stays pinned, service goes on."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from tests.system.processes import RunningStack, ServiceProcess, eventually
+
+pytestmark = pytest.mark.system
+
+MODEL = "smollm2-135m-instruct"
+NUM_CANCELLED = 200
+
+
+@pytest.fixture(scope="module", params=["nixl", "zmq"])
+def stack(request: pytest.FixtureRequest) -> Iterator[RunningStack]:
+    with RunningStack(transport=request.param, max_num_batched_tokens=64) as stack:
+        yield stack
+
+
+def ask(stack: RunningStack) -> str:
+    with stack.client() as client:
+        answer = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=4)
+    return answer.choices[0].text
+
+
+def leave_early(stack: RunningStack, chance: random.Random) -> None:
+    """Send a request and close the connection after a random part of its life."""
+    body = {
+        "model": MODEL,
+        "prompt": [chance.randrange(10, 40000) for _ in range(chance.choice((1, 40, 64, 200)))],
+        "max_tokens": chance.choice((1, 2, 40)),
+        "stream": chance.random() < 0.7,
+    }
+    timeout = httpx.Timeout(30.0, read=chance.choice((0.001, 0.02, 0.1, 0.5)))
+    try:
+        with httpx.stream("POST", stack.url + "/v1/completions", json=body, timeout=timeout) as answer:
+            for _ in answer.iter_lines():
+                if chance.random() < 0.2:
+                    return
+    except httpx.ReadTimeout:
+        pass
+
+
+def test_two_hundred_clients_that_leave_pin_nothing(stack: RunningStack) -> None:
+    chances = [random.Random(seed) for seed in range(NUM_CANCELLED)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda chance: leave_early(stack, chance), chances))
+    stack.wait_until_nothing_is_pinned()
+    ask(stack)
+
+
+def stream_until_error(stack: RunningStack, has_begun: threading.Event) -> tuple[str, float]:
+    """Stream a long completion until it fails; returns the error's message and when it came."""
+    with stack.client() as client:
+        try:
+            stream = client.completions.create(
+                model=MODEL,
+                prompt="Once upon a time",
+                max_tokens=2000,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for _ in stream:
+                has_begun.set()
+        except openai.APIError as error:
+            return error.message, time.monotonic()
+    return "no error", time.monotonic()
+
+
+def kill_engine(service: ServiceProcess) -> float:
+    killed_s = time.monotonic()
+    os.kill(service.engine_process().pid, signal.SIGKILL)
+    return killed_s
+
+
+def test_killed_completion_engine_fails_its_stream_at_once_and_comes_back(stack: RunningStack) -> None:
+    has_begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        streaming = pool.submit(stream_until_error, stack, has_begun)
+        assert has_begun.wait(30)
+        old_epoch = stack.completion.info()["epoch"]
+        killed_s = kill_engine(stack.completion)
+        message, failed_s = streaming.result(timeout=30)
+    assert message != "no error"
+    assert failed_s - killed_s < 2.0
+    eventually(stack.completion.is_ready, "the completion engine is ready again")
+    assert stack.completion.info()["epoch"] != old_epoch
+    eventually(stack.services["proxy"].is_ready, "the proxy has a pair again")
+    ask(stack)
+    stack.wait_until_nothing_is_pinned()
+
+
+def test_killed_prompt_engine_fails_its_prompt_at_once_and_comes_back(stack: RunningStack) -> None:
+    def long_prompt() -> tuple[int, float]:
+        body = {"model": MODEL, "prompt": list(range(100, 6100)), "max_tokens": 4}
+        answer = httpx.post(stack.url + "/v1/completions", json=body, timeout=60)
+        return answer.status_code, time.monotonic()
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(long_prompt)
+        eventually(lambda: stack.prompt.num_free_blocks() < stack.prompt.num_usable_blocks(), "prefill runs")
+        killed_s = kill_engine(stack.prompt)
+        status, failed_s = asking.result(timeout=30)
+    assert status in (502, 503)
+    assert failed_s - killed_s < 2.0
+    eventually(stack.prompt.is_ready, "the prompt engine is ready again")
+    eventually(stack.services["proxy"].is_ready, "the proxy has a pair again")
+    ask(stack)
+    stack.wait_until_nothing_is_pinned()
