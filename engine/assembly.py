@@ -1,11 +1,9 @@
-"""Builds an engine from its configuration: model, pool, scheduler, role. The one place that knows them all."""
+"""Builds an engine from its configuration: the one place that knows model, pool, scheduler and role."""
 
 import logging
-import time
 from collections.abc import Callable
 
 import torch
-from kv_transfer.transports.choose import choose_transport
 
 from engine.completion_role import CompletionHandover
 from engine.config import EngineConfig
@@ -24,10 +22,11 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transport import Transport
+from kv_transfer.transports import make_transport
 from model_files.errors import ModelFilesError
 from model_files.interface import ModelFiles
 from model_files.resolve import resolve_model
-from shared_scheduler import EngineType, Scheduler, SchedulerConfig, SchedulerConfigError
+from shared_scheduler import ConfigError, EngineType, Scheduler, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def build_engine(
         report("starting transfers", 0.9)
         identity = Identity(config.engine_id, config.epoch, compatibility(config, files, runner.kv_pool))
         role, transport, control_address = build_role(config, identity, runner.kv_pool, scheduler, wake)
-    except (ModelFilesError, EngineError, TransferError, SchedulerConfigError) as error:
+    except (ModelFilesError, EngineError, TransferError, ConfigError) as error:
         raise EngineStartError(str(error)) from error
     engine = LLMEngine(scheduler, runner, Sampler(), role)
     ready = Ready(
@@ -124,13 +123,13 @@ def build_role(
     """The engine's role, the transport it uses and the address peers reach it at."""
     if config.role == "normal":
         return NoHandover(scheduler), None, None
-    transport: Transport = choose_transport(config.transport)
+    transport: Transport = make_transport(config.transport)
     settings = TransferSettings(lease_s=config.lease_s, advertise_host=config.control_advertise_host)
     regions = [Region("kv", pool.address, pool.block_bytes, pool.num_blocks)]
     if config.role == "completion":
         sink = HandoverSink(identity, regions, transport, settings, wake)
         return (
-            CompletionHandover(scheduler, sink, config.handover_wait_s, time.monotonic),
+            CompletionHandover(scheduler, sink, config.handover_wait_s),
             transport.name,
             None,
         )

@@ -7,7 +7,6 @@
 5. leaving    it failed, was aborted, or waited too long; its blocks go back once no read can touch them
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +15,7 @@ from engine.handover_role import flatten_counters
 from engine.ipc import AddRequest, RequestFailure, RequestOutput
 from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable
 from kv_transfer.sink import HandoverSink
-from shared_scheduler import AllocStatus, Scheduler, Sequence
+from shared_scheduler import AllocStatus, RequestError, Scheduler, Sequence
 from wire.services import ServiceError
 
 Stage = Literal["asked", "offered", "pulling", "leaving"]
@@ -44,23 +43,24 @@ class Arrival:
 
 
 class CompletionHandover:
-    def __init__(
-        self, scheduler: Scheduler, sink: HandoverSink, wait_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, sink: HandoverSink, wait_s: float) -> None:
         self._scheduler = scheduler
         self._sink = sink
         self._wait_s = wait_s
-        self._clock = clock
         self._arrivals: dict[str, Arrival] = {}
         """By hand-over id, in order of arrival."""
         self._handover_ids: dict[str, str] = {}
         """request id → hand-over id, of those in `_arrivals` that have not failed."""
 
-    def start(self, request: AddRequest, sequence: Sequence) -> None:
+    def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
         handover_id, prompt_engine = request.handover_id, request.prompt_engine
         assert handover_id is not None, "the completion service refuses requests without a hand-over"
         assert prompt_engine is not None
-        self._arrivals[handover_id] = Arrival(sequence, handover_id, self._clock() + self._wait_s)
+        if handover_id in self._arrivals:
+            raise RequestError(f"handover_id {handover_id!r} is in use")
+        if request.request_id in self._handover_ids or self._scheduler.get(request.request_id) is not None:
+            raise RequestError(f"request_id {request.request_id!r} is in use")
+        self._arrivals[handover_id] = Arrival(sequence, handover_id, now_s + self._wait_s)
         self._handover_ids[request.request_id] = handover_id
         self._sink.request(handover_id, prompt_engine)
 
@@ -74,7 +74,7 @@ class CompletionHandover:
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         pass
 
-    def poll(self) -> Items[RequestOutput]:
+    def poll(self, now_s: float) -> Items[RequestOutput]:
         failures: list[RequestOutput] = []
         for event in self._sink.events():
             arrival = self._arrivals.get(event.handover_id)
@@ -89,8 +89,8 @@ class CompletionHandover:
                     failures += self._on_failed(arrival, event)
                 case Reclaimable():
                     self._forget(arrival)
-        failures += self._make_room()
-        failures += self._expire()
+        failures += self._make_room(now_s)
+        failures += self._expire(now_s)
         return failures
 
     def num_handovers(self) -> int:
@@ -116,11 +116,11 @@ class CompletionHandover:
         arrival.first_token_id = offer.first_token_id
         return []
 
-    def _make_room(self) -> list[RequestOutput]:
+    def _make_room(self, now_s: float) -> list[RequestOutput]:
         """Reserve blocks for offered sequences, in order of arrival, until one has to wait."""
         failures: list[RequestOutput] = []
         for arrival in [a for a in self._arrivals.values() if a.stage == "offered"]:
-            status = self._scheduler.reserve_remote(arrival.sequence)
+            status = self._scheduler.reserve_remote(arrival.sequence, now_s)
             if status is AllocStatus.LATER:
                 break
             if status is AllocStatus.NEVER:
@@ -159,8 +159,7 @@ class CompletionHandover:
         status = _STATUS_OF_FAILURE.get(event.reason, 503)
         return [_failure(request_id, status, f"handover_{event.reason}", event.message)]
 
-    def _expire(self) -> list[RequestOutput]:
-        now_s = self._clock()
+    def _expire(self, now_s: float) -> list[RequestOutput]:
         late = [a for a in self._arrivals.values() if a.stage != "leaving" and a.deadline_s <= now_s]
         return [
             self._give_up(

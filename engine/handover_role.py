@@ -15,8 +15,11 @@ from engine.ipc import AddRequest, RequestOutput
 class HandoverRole(Protocol):
     """Where an engine's step loop meets the hand-over protocol. Called by the engine thread only."""
 
-    def start(self, request: AddRequest, sequence: Sequence) -> None:
-        """Take a new request in; its sequence reaches the scheduler now or once its KV is here."""
+    def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
+        """Take a new request in; its sequence reaches the scheduler now or once its KV is here.
+
+        `RequestError` where its id is in use.
+        """
 
     def abort(self, request_id: str) -> None:
         """The client is gone. Blocks go back when no step and no transfer can touch them."""
@@ -24,7 +27,7 @@ class HandoverRole(Protocol):
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         """A step's results are in the ledgers: announce what is ready, let go of what ended."""
 
-    def poll(self) -> Items[RequestOutput]:
+    def poll(self, now_s: float) -> Items[RequestOutput]:
         """Handle what the transfer threads reported since the last call; returns failures to report."""
 
     def num_handovers(self) -> int:
@@ -54,8 +57,8 @@ class NoHandover:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def start(self, request: AddRequest, sequence: Sequence) -> None:
-        self._scheduler.add_sequence(sequence)
+    def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
+        self._scheduler.add_sequence(sequence, now_s)
 
     def abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)
@@ -63,7 +66,7 @@ class NoHandover:
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         pass
 
-    def poll(self) -> Items[RequestOutput]:
+    def poll(self, now_s: float) -> Items[RequestOutput]:
         return ()
 
     def num_handovers(self) -> int:

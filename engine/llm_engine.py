@@ -7,11 +7,11 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from engine.handover_role import HandoverRole
-from engine.ipc import AddRequest, EngineStats, RequestOutput
+from engine.ipc import AddRequest, EngineStats, RequestFailure, RequestOutput
 from engine.model_runner import Int32Array, ModelRunner
 from engine.sampler import NO_LOGPROBS, SampledTokens, Sampler, SamplingRows
-from shared_scheduler import Scheduler, SchedulerOutputs, Sequence, SequenceStatus, StepResults
-from wire.services import OutputToken
+from shared_scheduler import RequestError, Scheduler, SchedulerOutputs, Sequence, SequenceStatus, StepResults
+from wire.services import OutputToken, ServiceError
 
 
 class LLMEngine:
@@ -32,6 +32,7 @@ class LLMEngine:
         self._clock = clock
         self.num_empty_steps = 0
         """Steps in a row that had nothing to run."""
+        self._refused: list[RequestOutput] = []
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
@@ -43,21 +44,28 @@ class LLMEngine:
         return self._scheduler.has_work()
 
     def add(self, request: AddRequest) -> None:
-        """Take a request in; one that can never be served ends in the next step, with its reason."""
+        """Take a request in; one that cannot be served is answered by the next `poll` or `step`."""
         sequence = Sequence(
             request.request_id,
             request.prompt_token_ids,
             request.sampling,
             block_size=self._scheduler.config.block_size,
         )
-        self._role.start(request, sequence)
+        try:
+            self._role.start(request, sequence, self._clock())
+        except RequestError as error:
+            failure = ServiceError(message=str(error), type="invalid_request_error", param="request_id")
+            self._refused.append(
+                RequestOutput(request_id=request.request_id, failure=RequestFailure(400, failure))
+            )
 
     def abort(self, request_id: str) -> None:
         self._role.abort(request_id)
 
     def poll(self) -> Items[RequestOutput]:
-        """Handle what the transfer threads reported; returns failures."""
-        return self._role.poll()
+        """Handle what the transfer threads reported; returns the failures."""
+        refused, self._refused = self._refused, []
+        return (*refused, *self._role.poll(self._clock()))
 
     def step(self) -> list[RequestOutput]:
         """Schedule, run, process: the outputs of every request that got a token or ended."""

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_STEPS = 256
-EMPTY_STEP_WAIT_MS = 2.0
+EMPTY_STEP_WAIT_MS = 2
 """A NORMAL engine may need an interval of empty steps before it may prefill; after more than that a step
 that finds nothing waits for someone else, such as a reader to let go of blocks."""
-IDLE_REPORT_S = 1.0
+IDLE_REPORT_MS = 1000
 """While idle, statistics are sent this often, and time-outs of hand-overs are looked at."""
 
 
@@ -100,7 +100,7 @@ class EngineProcess:
             if engine.has_work:
                 outputs += engine.step()
             now_s = time.monotonic()
-            if outputs or now_s - reported_s >= IDLE_REPORT_S:
+            if outputs or (now_s - reported_s) * 1000 >= IDLE_REPORT_MS:
                 reported_s = now_s
                 self.send(StepEvents(tuple(outputs), engine.stats()))
 
@@ -118,14 +118,14 @@ class EngineProcess:
     def _report_progress(self, stage: str, fraction: float) -> None:
         self.send(Progress(stage, fraction))
 
-    def _wait_ms(self) -> float:
+    def _wait_ms(self) -> int:
         """How long to sleep: not at all with work at hand, a little when steps keep coming out empty."""
         engine = self._require_engine()
         if not engine.has_work:
-            return IDLE_REPORT_S * 1000
-        return 0.0 if engine.num_empty_steps < MAX_EMPTY_STEPS else EMPTY_STEP_WAIT_MS
+            return IDLE_REPORT_MS
+        return 0 if engine.num_empty_steps < MAX_EMPTY_STEPS else EMPTY_STEP_WAIT_MS
 
-    def _take_commands(self, wait_ms: float) -> None:
+    def _take_commands(self, wait_ms: int) -> None:
         """Sleep until there is something to do, at most `wait_ms`; carry out every command that is here."""
         engine = self._require_engine()
         self._poller.poll(wait_ms)

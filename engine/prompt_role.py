@@ -14,7 +14,7 @@ from engine.ipc import AddRequest, RequestOutput
 from kv_transfer.events import Released
 from kv_transfer.source import HandoverSource
 from kv_transfer.source_ledger import Offer
-from shared_scheduler import Scheduler, Sequence
+from shared_scheduler import RequestError, Scheduler, Sequence
 
 
 class PromptHandover:
@@ -26,10 +26,13 @@ class PromptHandover:
         self._held: dict[str, Sequence] = {}
         """hand-over id → sequence whose blocks a reader may be reading."""
 
-    def start(self, request: AddRequest, sequence: Sequence) -> None:
-        assert request.handover_id is not None, "the prompt service always names a hand-over"
-        self._prefilling[request.request_id] = request.handover_id
-        self._scheduler.add_sequence(sequence)
+    def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
+        handover_id = request.handover_id
+        assert handover_id is not None, "the prompt service always names a hand-over"
+        if handover_id in self._held or handover_id in self._prefilling.values():
+            raise RequestError(f"handover_id {handover_id!r} is in use")
+        self._scheduler.add_sequence(sequence, now_s)
+        self._prefilling[request.request_id] = handover_id
 
     def abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)
@@ -42,7 +45,7 @@ class PromptHandover:
             if handover_id is not None:
                 self._source.withdraw(handover_id)
 
-    def poll(self) -> Items[RequestOutput]:
+    def poll(self, now_s: float) -> Items[RequestOutput]:
         for event in self._source.events():
             assert isinstance(event, Released)
             sequence = self._held.pop(event.handover_id, None)

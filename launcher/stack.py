@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import json
 import signal
 import socket
 from typing import Literal
@@ -135,13 +136,17 @@ class Stack:
     def print_how_to_use(self) -> None:
         host = "127.0.0.1" if self._settings.host in ("0.0.0.0", "::") else self._settings.host
         url = f"http://{host}:{self._settings.port}"
-        request = (
-            '{"model": "'
-            + self._model_id
-            + '", "stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-        )
+        body = {
+            "model": self._model_id,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+            "stream": True,
+        }
         self._console.print(f"\n[bold green]ready[/] at {url}; try:\n")
-        print(f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{request}'\n")
+        curl = (
+            f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"
+        )
+        print(curl + "\n", flush=True)
 
     async def stop(self) -> None:
         """End every process, the proxy first; none is left behind."""
@@ -150,7 +155,7 @@ class Stack:
 
     def _on_line(self, name: str, line: str) -> None:
         if self._settings.verbose or " WARNING " in line or " ERROR " in line:
-            self._console.print(f"{name}: {line}", markup=False, highlight=False)
+            self._console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def stack_specs(settings: StackSettings) -> list[ChildSpec]:

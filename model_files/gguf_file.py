@@ -19,8 +19,8 @@ from gguf.quants import dequantize
 from model_files.errors import ModelFilesError
 from model_files.fields import Fields
 from model_files.fingerprint import fingerprint, sample
-from model_files.mapped_file import map_file
 from model_files.interface import Float32Array
+from model_files.mapped_file import map_file
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -49,8 +49,8 @@ class SafetensorsFile:
         entry = self._entries[name]
         if entry.dtype not in _ITEM_BYTES:
             raise ModelFilesError(
-                f"{self.path}: tensor {name} is stored as {entry.dtype}, but only {', '.join(_ITEM_BYTES)} are "
-                "supported; use an unquantised checkpoint of this model"
+                f"{self.path}: tensor {name} is stored as {entry.dtype}, not as one of "
+                f"{', '.join(_ITEM_BYTES)}; use an unquantised checkpoint of this model"
             )
         stored = np.dtype(f"<{'u2' if entry.dtype == 'BF16' else 'f' + str(_ITEM_BYTES[entry.dtype])}")
         values = np.frombuffer(self._map, stored, math.prod(entry.shape), entry.offset).reshape(entry.shape)

@@ -148,7 +148,7 @@ class _PairFlow:
             async with self._calls.completion(self._completion, self._completion_request()) as leg:
                 self._completion_answered.set()
                 first = await leg.next_batch(self._calls.timeouts.first_byte_s)
-                if first.failure is not None:
+                if first.failure is not None and not first.tokens:
                     raise first.failure
                 await self._first_token_is_out.wait()
                 await _relay(self._completion, leg, first, self._sink, next_index=1)

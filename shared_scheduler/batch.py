@@ -88,8 +88,8 @@ class BatchBuilder:
             input_from_previous=np.full(count, -1, np.int32),
         )
 
-    def decode(self, rows: RowIndices, inflight: Int32Array, previous_rows: RowIndices | None) -> Batch:
-        """One token of each row, after `inflight[i]` tokens whose results are not back."""
+    def decode(self, rows: RowIndices, previous_rows: RowIndices | None) -> Batch:
+        """One token of each row; `previous_rows` are those of a step whose results are not back."""
         state = self._rows
         positions = state.cached[rows]
         num_outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows]
@@ -97,6 +97,7 @@ class BatchBuilder:
         count = int(rows.size)
         input_from_previous = np.full(count, -1, np.int32)
         if previous_rows is not None:
+            inflight = state.inflight[rows]
             positions += inflight
             num_outputs += inflight
             input_from_previous = self._rows_of_previous(rows, inflight, previous_rows)
@@ -115,6 +116,16 @@ class BatchBuilder:
             output_indices=num_outputs,
             input_from_previous=input_from_previous,
         )
+
+    def verify(
+        self,
+        rows: RowIndices,
+        num_drafts: Int32Array,
+        sequences: Many[Sequence],
+        previous_rows: RowIndices | None,
+    ) -> Batch:
+        """Like `decode`, with each sequence's drafts behind its token; their slots are already there."""
+        raise NotImplementedError
 
     def _one_slot_each(self, rows: RowIndices, positions: Int32Array, max_k: int) -> Int32Array:
         tables, size = self._rows.tables, self._block_size

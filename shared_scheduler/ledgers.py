@@ -145,6 +145,12 @@ class DraftLedger:
         self.num_accepted = 0
         self.info_slot: int | None = None
 
+    def record(self, accepted: list[int], num_proposed: int) -> None:
+        """What became of the drafts of one step."""
+        self.accepted_token_ids = tuple(accepted)
+        self.num_proposed += num_proposed
+        self.num_accepted += len(accepted)
+
     def clear(self) -> None:
         self.token_ids = ()
         self.confidences = ()

@@ -30,6 +30,8 @@ class SchedulerOutputs:
     finished: tuple[Sequence, ...] = ()
     ignored: tuple[Sequence, ...] = ()
     copies: Copies = field(default_factory=Copies)
+    num_last_chunks: int = 0
+    """Prompts that this step completes and that go on to decode here."""
     num_cached_tokens: int = 0
     """Prompt tokens found cached by the sequences whose first chunk this step runs."""
 

@@ -22,6 +22,7 @@ class PromptPlan:
     sequences: list[Sequence] = field(default_factory=list)
     seqlens_q: list[int] = field(default_factory=list)
     ignored: list[Sequence] = field(default_factory=list)
+    num_last_chunks: int = 0
     num_cached_tokens: int = 0
 
     @property
@@ -58,7 +59,9 @@ class PromptPlanner:
                 continue
             if not sequence.schedule.schedulable:
                 break
-            if self._is_too_long(sequence):
+            status = AllocStatus.NEVER if self._is_too_long(sequence) else self._can_hold(sequence)
+            if status is AllocStatus.NEVER:
+                # Before the cap on sequences, as the recordings show: a hopeless head must not hold up the queue.
                 sequence.finish(SequenceStatus.FINISHED_IGNORED)
                 self._drop_head(plan)
                 continue
@@ -66,11 +69,6 @@ class PromptPlanner:
                 break
             if sum_k_left is not None and sum_k_left < sequence.num_tokens:
                 break
-            status = self._can_hold(sequence)
-            if status is AllocStatus.NEVER:
-                sequence.finish(SequenceStatus.FINISHED_IGNORED)
-                self._drop_head(plan)
-                continue
             if status is AllocStatus.LATER:
                 break
             length = self._chunk_length(sequence, config.max_num_batched_tokens - used)
@@ -138,7 +136,9 @@ class PromptPlanner:
         if is_last:
             schedule.status = SequenceStatus.RUNNING
             self._info_slots.take(sequence)
-            self._queues.num_joining += self._config.engine_type is EngineType.NORMAL
+            if self._config.engine_type is EngineType.NORMAL:
+                self._queues.num_joining += 1
+                plan.num_last_chunks += 1
         schedule.start_inflight_step(length)
         plan.sequences.append(sequence)
         plan.seqlens_q.append(length)

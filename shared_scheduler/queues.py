@@ -22,6 +22,7 @@ from shared_scheduler.errors import RequestError
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.rows import RowIndices
 from shared_scheduler.sequence import Sequence
+from shared_scheduler.status import SequenceStatus
 
 
 class Queues:
@@ -42,15 +43,30 @@ class Queues:
         """Sequences in launched prompt steps that will join `running`."""
         self.has_marked = False
         """Something may have ended by mark since the last sweep."""
+        self.has_drafts = False
+        """Some running sequence may have drafts to verify."""
+        self.num_with_stop_ids = 0
+        self.last_step_id = -1
+        self.disturbed_step_id = -1
+        """Newest launched step in which a sequence has ended or been preempted since its launch."""
 
     def register(self, sequence: Sequence) -> None:
         if sequence.request_id in self.by_id:
             raise RequestError(f"request id {sequence.request_id!r} is already in use")
         self.by_id[sequence.request_id] = sequence
+        self.num_with_stop_ids += bool(sequence.sampling.stop_token_ids)
 
     def report(self, sequence: Sequence) -> bool:
         """True the first time: the caller tells the engine that this sequence has ended."""
-        return self.by_id.pop(sequence.request_id, None) is not None
+        if self.by_id.get(sequence.request_id) is not sequence:
+            return False
+        del self.by_id[sequence.request_id]
+        self.num_with_stop_ids -= bool(sequence.sampling.stop_token_ids)
+        return True
+
+    def disturb(self) -> None:
+        """A sequence in a launched step has ended or been preempted: results must look at each status."""
+        self.disturbed_step_id = self.last_step_id
 
     @property
     def num_running(self) -> int:
@@ -66,21 +82,16 @@ class Queues:
             self.running = np.concatenate([self.running, rows])
             self.running_is_ordered = False
 
+    def leave_running(self, sequences: list[Sequence]) -> None:
+        if sequences:
+            gone = np.array([sequence.row for sequence in sequences], np.intp)
+            self.running = self.running[~np.isin(self.running, gone)]
+
     def sweep_running(self) -> list[Sequence]:
-        """Take out what has ended; release it unless a launched step still contains it. Returns the swept."""
+        """Take out of `running` what has ended. The swept still hold what they hold: `end_queued` them."""
         swept = [sequence for sequence in self.running_sequences() if sequence.is_finished]
-        if not swept:
-            return []
-        gone = np.array([sequence.row for sequence in swept], np.intp)
-        self.running = self.running[~np.isin(self.running, gone)]
-        ended = []
-        for sequence in swept:
-            if sequence.is_in_flight:
-                continue
-            self._holdings.release(sequence)
-            if self.report(sequence):
-                ended.append(sequence)
-        return ended
+        self.leave_running(swept)
+        return swept
 
     def sweep_waiting(self) -> list[Sequence]:
         """Take out dead waiters and what they hold."""
@@ -107,3 +118,19 @@ class Queues:
         """Every sequence that has a row."""
         owners = self._holdings.rows.owners
         return (owners[row] for row in self._holdings.rows.taken().tolist())
+
+    def check_invariants(self) -> None:
+        """A live sequence is in at most one queue, and what is in `running` holds blocks and runs."""
+        queued = [*self.waiting, *self.prompted, *self.remote.values(), *self.held.values(), *self.running_sequences()]
+        names = [id(sequence) for sequence in queued]
+        assert len(set(names)) == len(names), "a sequence is in two queues"
+        for sequence in self.running_sequences():
+            assert sequence.holds_blocks
+            assert sequence.is_finished or sequence.status is SequenceStatus.RUNNING, repr(sequence)
+        for sequence in self.waiting:
+            assert sequence.is_finished or sequence.status is SequenceStatus.WAITING, repr(sequence)
+        queued_ids = set(names)
+        for sequence in self.by_id.values():
+            assert id(sequence) in queued_ids or sequence.is_in_flight, f"{sequence!r} is lost"
+        for sequence in self.holders():
+            assert id(sequence) in queued_ids or sequence.is_in_flight, f"{sequence!r} leaks its blocks"

@@ -27,7 +27,7 @@ COLUMNS = (
     "num_tokens",  # committed tokens
     "num_prompt_tokens",
     "end_length",  # the sequence ends when it has this many tokens
-    "stops_at_eos",  # 1 unless end-of-sequence tokens are ignored
+    "has_stop_ids",  # 1: the request names stop tokens of its own
     "cached",  # tokens whose KV is owned
     "previous_cached",
     "inflight",  # tokens launched and not yet answered, all steps
@@ -46,7 +46,7 @@ class SequenceRows:
     num_tokens: Int32Array
     num_prompt_tokens: Int32Array
     end_length: Int32Array
-    stops_at_eos: Int32Array
+    has_stop_ids: Int32Array
     cached: Int32Array
     previous_cached: Int32Array
     inflight: Int32Array

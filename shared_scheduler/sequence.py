@@ -24,7 +24,7 @@ class Sequence:
 
     __slots__ = (
         "_num_stored", "_reason", "_row", "_rows", "_tokens", "arrival_s", "cache", "compressed_token_ids",
-        "draft", "is_checked_stop", "num_prompt_tokens", "request_id", "sampling", "schedule", "structured",
+        "draft", "num_prompt_tokens", "request_id", "sampling", "schedule", "structured",
     )  # fmt: skip
 
     def __init__(
@@ -52,7 +52,6 @@ class Sequence:
         self.schedule = ScheduleLedger(schedulable, branch_id, chunk_checkpoints)
         self.draft = DraftLedger()
         self.structured = structured or StructuredLedger()
-        self.is_checked_stop = bool(sampling.stop_token_ids)
         self._tokens: Int32Array = np.array(prompt_token_ids, np.int32)
         self._num_stored = self.num_prompt_tokens
         self._rows: SequenceRows | None = None
@@ -74,7 +73,7 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.token_array().tolist()
+        return list(map(int, self.token_array()))
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -156,7 +155,7 @@ class Sequence:
         rows.num_tokens[row] = self._num_stored
         rows.num_prompt_tokens[row] = self.num_prompt_tokens
         rows.end_length[row] = end_length
-        rows.stops_at_eos[row] = not self.sampling.ignore_eos
+        rows.has_stop_ids[row] = bool(self.sampling.stop_token_ids)
         rows.last_token[row] = self._tokens[self._num_stored - 1]
         self._rows, self._row = rows, row
         self.cache.bind_row(rows, row)

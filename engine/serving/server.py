@@ -29,6 +29,7 @@ def run_service(
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it would log its own start and end
     try:
         listener = bind_listener(settings.host, settings.port)
         uvicorn_config = uvicorn.Config(

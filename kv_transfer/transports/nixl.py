@@ -34,6 +34,7 @@ UCX_DEFAULTS = {
     "UCX_KEEPALIVE_INTERVAL": "2s",
     "UCX_TCP_TX_SEG_SIZE": "512k",
     "UCX_TCP_RX_SEG_SIZE": "1m",
+    "UCX_LOG_LEVEL": "error",  # a warning for every page of a read that is fenced
 }
 """Set before the import unless the user has set them."""
 
@@ -56,16 +57,21 @@ class NixlTransport:
         self._bindings, self.version = _load()
         self._regions: tuple[Region, ...] = ()
         self._source: _Agent | None = None
+        self._spare: _Agent | None = None
 
     def register(self, regions: Sequence[Region], serve_at: str | None) -> bytes:
         self._regions = tuple(regions)
         if serve_at is None:
+            # The first agent takes half a second and may fail: now, not at the first request.
+            self._spare = _Agent(self._bindings, self._regions, progress_thread=False)
             return b""
         self._source = _Agent(self._bindings, self._regions, progress_thread=True)
         return self._source.metadata()
 
     def connect(self, memory: RemoteMemory) -> "NixlConnection":
-        agent = _Agent(self._bindings, self._regions, progress_thread=False)
+        agent, self._spare = self._spare, None
+        if agent is None:
+            agent = _Agent(self._bindings, self._regions, progress_thread=False)
         try:
             return NixlConnection(agent, memory, self._regions)
         except Exception as error:
@@ -74,9 +80,10 @@ class NixlTransport:
             raise kind(f"NIXL cannot connect: {error}") from error
 
     def close(self) -> None:
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        for agent in (self._source, self._spare):
+            if agent is not None:
+                agent.close()
+        self._source = self._spare = None
 
 
 def _load() -> tuple[ModuleType, str]:
@@ -110,7 +117,9 @@ class _Agent:
             memory = [(region.address, region.num_bytes, 0, "") for region in regions]
             self.native.registerMem(bindings.nixlRegDList(bindings.DRAM_SEG, memory), self.backends)
         except Exception as error:
-            raise TransferError(f"NIXL cannot start its UCX backend or register the pool: {error}") from error
+            raise TransferError(
+                f"NIXL cannot start UCX or register the pool ({error}): try `--transport zmq`"
+            ) from error
 
     def metadata(self) -> bytes:
         return bytes(self.native.getLocalMD())

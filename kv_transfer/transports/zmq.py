@@ -341,7 +341,7 @@ class ZmqConnection:
         flat = self._flat[piece.region]
         if len(piece.local) == 1:
             offset, size = piece.local[0].tolist()
-            return self._receive_into(flat[offset : offset + size]) == size
+            return self._receive_into(flat[offset : offset + size]) == piece.num_bytes
         if self._receive_into(self._staging) != piece.num_bytes:
             return False
         start = 0

@@ -1,0 +1,21 @@
+"""Decides what runs in every step: which sequences, how many tokens of each, in which blocks.
+
+Decisions only: no torch, no sockets, and no clock but the times it is handed.
+"""
+
+from shared_scheduler.batch import Batch
+from shared_scheduler.block_manager import AllocStatus, BlockManager
+from shared_scheduler.config import EngineType, SchedulerConfig
+from shared_scheduler.copies import Copies
+from shared_scheduler.errors import ConfigError, CorruptionError, GroupError, RequestError, SchedulerError
+from shared_scheduler.outputs import FirstToken, SchedulerOutputs, StepResults
+from shared_scheduler.scheduler import Scheduler
+from shared_scheduler.sequence import Sequence
+from shared_scheduler.status import SequenceStatus
+from shared_scheduler.voting import GroupVote, SingleRank
+
+__all__ = [
+    "AllocStatus", "Batch", "BlockManager", "ConfigError", "Copies", "CorruptionError", "EngineType", "FirstToken",
+    "GroupError", "GroupVote", "RequestError", "Scheduler", "SchedulerConfig", "SchedulerError", "SchedulerOutputs",
+    "Sequence", "SequenceStatus", "SingleRank", "StepResults",
+]  # fmt: skip

@@ -1,0 +1,305 @@
+"""The scheduler: queues in, one step out, results back. Decisions only; see `queues` for a sequence's life."""
+
+from collections import deque
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from shared_scheduler.batch import Batch, BatchBuilder
+from shared_scheduler.block_manager import AllocStatus
+from shared_scheduler.config import EngineType, SchedulerConfig
+from shared_scheduler.decode import DecodePlan, DecodePlanner, DescendingOrder, stable_descending
+from shared_scheduler.drafts import InfoSlots
+from shared_scheduler.errors import CorruptionError, RequestError, SchedulerError
+from shared_scheduler.holdings import Holdings
+from shared_scheduler.outputs import Int64Array, SchedulerOutputs, StepResults
+from shared_scheduler.prefill import PromptPlan, PromptPlanner
+from shared_scheduler.queues import Queues
+from shared_scheduler.remote import RemoteArrivals
+from shared_scheduler.results import ResultProcessor
+from shared_scheduler.rows import Int32Array, RowIndices
+from shared_scheduler.sequence import Sequence
+from shared_scheduler.status import SequenceStatus
+from shared_scheduler.voting import GroupVote, SingleRank, StepClock
+from wire.services import FinishReason
+
+MAX_STEPS_IN_FLIGHT = 2
+
+
+class Scheduler:
+    """One engine's scheduler. Not thread-safe; the engine's step loop owns it.
+
+    Synchronous use: schedule(), run, process_outputs(). Overlapped use: schedule() for the next step before
+    process_outputs() of the one that runs; results come in launch order, at most two steps at a time.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        group: GroupVote | None = None,
+        order: DescendingOrder = stable_descending,
+    ) -> None:
+        self.config = config
+        self._group = group or SingleRank()
+        self._clock = StepClock(config)
+        self._holdings = Holdings(config)
+        self._queues = Queues(self._holdings)
+        info_slots = InfoSlots(config.max_num_seqs if config.max_num_draft_tokens else 0)
+        self._prompts = PromptPlanner(config, self._queues, self._holdings, info_slots)
+        self._decodes = DecodePlanner(config, self._queues, self._holdings, info_slots, order)
+        self._results = ResultProcessor(config, self._queues, self._holdings, info_slots)
+        self._remote = RemoteArrivals(config, self._queues, self._holdings, self._results)
+        self._batches = BatchBuilder(
+            self._holdings.rows, self._holdings.blocks, config.block_size, config.position_limit
+        )
+        self._in_flight: deque[SchedulerOutputs] = deque()
+        self._sequences: tuple[Sequence, ...] = ()
+        self._sequences_of: RowIndices | None = None
+
+    # ----- requests
+
+    def add_sequence(self, sequence: Sequence, now_s: float) -> None:
+        """Queue a request (NORMAL and PROMPT engines). Reserves nothing physical."""
+        if self.config.engine_type is EngineType.COMPLETION:
+            raise RequestError("a completion engine takes requests through reserve_remote")
+        self._check_block_size(sequence)
+        self._queues.register(sequence)
+        sequence.arrival_s = now_s
+        self._queues.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Mark a request; the next step sweeps it. Unknown and ended requests are ignored."""
+        self.fail(request_id, SequenceStatus.FINISHED_ABORTED)
+
+    def fail(self, request_id: str, status: SequenceStatus) -> None:
+        """`abort` with another ending, such as FINISHED_VE_FAILED or FINISHED_SO_FAILED."""
+        sequence = self._queues.by_id.get(request_id)
+        if sequence is None or sequence.is_finished:
+            return
+        sequence.finish(status)
+        self._queues.has_marked = True
+        if sequence.is_in_flight:
+            self._queues.disturb()
+
+    def set_schedulable(self, request_id: str) -> None:
+        """The request's images are encoded: it no longer blocks the queue."""
+        sequence = self._queues.by_id.get(request_id)
+        if sequence is not None:
+            sequence.schedule.schedulable = True
+
+    def release_handover(self, sequence: Sequence) -> None:
+        """PROMPT engine: nobody reads the sequence's blocks any more."""
+        if self._queues.held.pop(sequence.request_id, None) is not sequence:
+            raise SchedulerError(f"{sequence.request_id!r} is not held for a hand-over")
+        self._queues.report(sequence)
+        self._holdings.release(sequence)
+
+    # ----- COMPLETION: KV comes from a prompt engine
+
+    def reserve_remote(self, sequence: Sequence, now_s: float) -> AllocStatus:
+        """Take blocks for the whole prompt and a slot, to be filled by a transfer."""
+        self._check_block_size(sequence)
+        return self._remote.reserve(sequence, now_s)
+
+    def admit_arrived(self, sequence: Sequence, first_token_id: int) -> None:
+        """All KV of the prompt is there; `first_token_id` becomes output 0."""
+        self._remote.admit(sequence, first_token_id)
+
+    def drop_remote(self, sequence: Sequence, reason: FinishReason = "abort") -> None:
+        """Give up before arrival; no read may be in flight any more."""
+        self._remote.drop(sequence, reason)
+
+    # ----- steps
+
+    def schedule(self) -> SchedulerOutputs:
+        """Decide the next step. Empty outputs (`batch` None) need no process_outputs, but allow it."""
+        if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
+            raise SchedulerError("two steps are in flight: process the older one's results first")
+        prompt_plan = self._plan_prompt()
+        self._queues.last_step_id += 1
+        outputs = (
+            self._decode_outputs(self._decodes.plan(bool(self._in_flight)))
+            if prompt_plan is None
+            else self._prompt_outputs(prompt_plan)
+        )
+        self._clock.tick(outputs.prompt_run)
+        if not outputs.is_empty:
+            self._in_flight.append(outputs)
+        return outputs
+
+    def process_outputs(
+        self,
+        outputs: SchedulerOutputs,
+        token_ids: Int64Array,
+        accepted: Int64Array | None = None,
+        *,
+        now_s: float,
+    ) -> StepResults:
+        """Apply a step's results: one sampled id per scheduled sequence (ignored for a middle chunk).
+
+        `accepted`: flat, seqlens_q[i] - 1 ids for each sequence of a step with drafts; the first -1 and all
+        after it were rejected.
+        """
+        if outputs.is_empty:
+            return StepResults(np.empty(0, np.int64), np.empty(0, np.int32))
+        if not self._in_flight or self._in_flight[0] is not outputs:
+            raise SchedulerError(f"results of step {outputs.step_id} are out of order")
+        if len(token_ids) != len(outputs.sequences):
+            raise SchedulerError(f"{len(token_ids)} sampled ids for {len(outputs.sequences)} sequences")
+        self._in_flight.popleft()
+        return self._results.process(outputs, token_ids, accepted, now_s, bool(self._in_flight))
+
+    def has_work(self) -> bool:
+        """Would schedule() do something useful now?"""
+        queues = self._queues
+        if queues.has_marked or queues.num_running or self._decodes.can_admit_prompted():
+            return True
+        return self._prompts.has_admissible_head()
+
+    # ----- figures
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._holdings.blocks.num_free
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self._holdings.blocks.num_usable
+
+    @property
+    def num_free_slots(self) -> int | None:
+        return None if self._holdings.states is None else self._holdings.states.num_free
+
+    @property
+    def num_running(self) -> int:
+        return self._queues.num_running + self._queues.num_joining
+
+    @property
+    def num_waiting(self) -> int:
+        """Queued for prefill, for remote KV, or for a place in the decode batch."""
+        return len(self._queues.waiting) + len(self._queues.remote) + len(self._queues.prompted)
+
+    @property
+    def num_held(self) -> int:
+        """PROMPT: sequences whose blocks wait for their hand-over to be released."""
+        return len(self._queues.held)
+
+    @property
+    def usage(self) -> float:
+        return self._holdings.blocks.usage()
+
+    def get(self, request_id: str) -> Sequence | None:
+        """The live sequence of a request."""
+        return self._queues.by_id.get(request_id)
+
+    def check_invariants(self) -> None:
+        """AssertionError if blocks, slots, rows and queues contradict each other."""
+        self._holdings.check_invariants(self._queues.holders())
+        self._queues.check_invariants()
+
+    # ----- building
+
+    def _plan_prompt(self) -> PromptPlan | None:
+        """The prompt step to run now; None: a decode step."""
+        kind = self.config.engine_type
+        if kind is EngineType.PROMPT:
+            return self._prompts.plan()
+        if kind is EngineType.COMPLETION or not self._clock.vote_prompt(self._group, self._wants_prompt()):
+            return None
+        plan = self._prompts.plan()
+        return plan if self._clock.vote_built(self._group, not plan.is_empty) else None
+
+    def _wants_prompt(self) -> bool:
+        waiting = self._queues.waiting
+        if not waiting or not waiting[0].schedule.schedulable:
+            return False
+        if self.usage <= self.config.prefill_watermark:
+            return True
+        # The reference stops here and waits for ever when a prompt that is half computed, and needs nothing
+        # more, is all that fills the pool.
+        return self.config.preempt_only_on_need and (waiting[0].holds_blocks or not self.num_running)
+
+    def _prompt_outputs(self, plan: PromptPlan) -> SchedulerOutputs:
+        rows = np.array([sequence.row for sequence in plan.sequences], np.intp)
+        seqlens_q = np.array(plan.seqlens_q, np.int32)
+        return self._outputs(
+            True,
+            tuple(plan.sequences),
+            rows,
+            seqlens_q,
+            self._batches.prompt(plan.sequences, rows, seqlens_q) if plan.sequences else None,
+            ignored=plan.ignored,
+            plan=plan,
+        )
+
+    def _decode_outputs(self, plan: DecodePlan) -> SchedulerOutputs:
+        rows = self._holdings.rows
+        batch = None
+        seqlens_q = np.empty(0, np.int32)
+        if plan.rows.size:
+            previous = self._in_flight[-1].rows if self._in_flight else None
+            if plan.num_drafts is None:
+                batch = self._batches.decode(plan.rows, previous)
+            else:
+                batch = self._batches.verify(plan.rows, plan.num_drafts, self._sequences_in(plan.rows), previous)
+            seqlens_q = batch.seqlens_q
+            self._check_positions(batch)
+            rows.inflight[plan.rows] += seqlens_q
+            rows.last_inflight[plan.rows] = seqlens_q
+        return self._outputs(
+            False,
+            self._sequences_in(plan.rows),
+            plan.rows,
+            seqlens_q,
+            batch,
+            finished=plan.finished,
+            ignored=plan.ignored,
+        )
+
+    def _outputs(
+        self,
+        prompt_run: bool,
+        sequences: tuple[Sequence, ...],
+        rows: RowIndices,
+        seqlens_q: Int32Array,
+        batch: Batch | None,
+        *,
+        finished: Many[Sequence] = (),
+        ignored: Many[Sequence] = (),
+        plan: PromptPlan | None = None,
+    ) -> SchedulerOutputs:
+        return SchedulerOutputs(
+            self._queues.last_step_id,
+            prompt_run,
+            sequences,
+            rows,
+            seqlens_q,
+            batch,
+            tuple(finished),
+            tuple(ignored),
+            self._holdings.take_copies(),
+            plan.num_last_chunks if plan else 0,
+            plan.num_cached_tokens if plan else 0,
+        )
+
+    def _sequences_in(self, rows: RowIndices) -> tuple[Sequence, ...]:
+        """The owners of rows; remembered while the batch stays the same."""
+        if rows is not self._sequences_of:
+            self._sequences = tuple(self._holdings.rows.owners[rows].tolist())
+            self._sequences_of = rows
+        return self._sequences
+
+    def _check_positions(self, batch: Batch) -> None:
+        """A decode step pads every q to the largest and may look one set of drafts further."""
+        num_drafts = self.config.max_num_draft_tokens
+        longest = int((batch.seqlens_k - batch.seqlens_q).max()) + num_drafts + 1 + num_drafts
+        if longest > self.config.position_limit:
+            raise CorruptionError(f"a step reaches position {longest}, beyond {self.config.position_limit}")
+
+    def _check_block_size(self, sequence: Sequence) -> None:
+        if sequence.cache.block_size != self.config.block_size:
+            raise RequestError(
+                f"{sequence.request_id!r} counts blocks of {sequence.cache.block_size} tokens, the pool has"
+                f" block_size={self.config.block_size}"
+            )

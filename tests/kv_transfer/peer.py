@@ -1,0 +1,117 @@
+"""A second process for tests: `python -m tests.kv_transfer.peer JSON` prints one JSON line per event.
+
+Modes: `memory` serves a pool through a bare transport; `source` and `sink` run the real hand-over ends. Commands
+come as JSON lines on standard input: `["offer", id, num_tokens, block_ids]`, `["withdraw", id]`,
+`["request", id, engine_id, epoch, control_address]`, `["pull", id, block_ids]`, `["echo"]`. It ends with its
+standard input.
+"""
+
+import dataclasses
+import json
+import sys
+from typing import TypedDict
+
+from tests.kv_transfer.builders import Pool, identity
+
+from kv_transfer.settings import TransferSettings
+from kv_transfer.sink import HandoverSink
+from kv_transfer.source import HandoverSource
+from kv_transfer.source_ledger import Offer
+from kv_transfer.transports import make_transport
+from wire.services import PromptEngineAddress
+
+
+class Setup(TypedDict):
+    mode: str
+    transport: str
+    address: str
+    epoch: int
+    lease_s: float
+    num_blocks: int
+    block_bytes: int
+
+
+def say(*items: object) -> None:
+    print(json.dumps(items), flush=True)
+
+
+def serve_memory(setup: Setup, pool: Pool) -> None:
+    transport = make_transport(setup["transport"])
+    blob = transport.register(pool.regions, setup["address"])
+    say("ready", blob.hex(), [dataclasses.astuple(region) for region in pool.regions], setup["address"])
+    for line in sys.stdin:
+        say(*json.loads(line))
+    transport.close()
+
+
+def serve_source(setup: Setup, pool: Pool) -> None:
+    source: HandoverSource | None = None
+
+    def report() -> None:
+        for event in source.events() if source is not None else []:
+            say(type(event).__name__, event.handover_id, event.reason)
+
+    source = HandoverSource(
+        identity("prompt-0", setup["epoch"]),
+        pool.regions,
+        make_transport(setup["transport"]),
+        setup["address"],
+        TransferSettings(lease_s=setup["lease_s"]),
+        report,
+    )
+    say("ready", source.control_address)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        if name == "offer":
+            handover_id, num_tokens, block_ids = arguments
+            source.offer(Offer(handover_id, num_tokens, block_ids, None, 42))
+        elif name == "withdraw":
+            source.withdraw(*arguments)
+        else:
+            say(name)
+    source.close()
+
+
+def serve_sink(setup: Setup, pool: Pool) -> None:
+    sink: HandoverSink | None = None
+
+    def report() -> None:
+        for event in sink.events() if sink is not None else []:
+            say(type(event).__name__, event.handover_id)
+
+    sink = HandoverSink(
+        identity("completion-0", setup["epoch"]),
+        pool.regions,
+        make_transport(setup["transport"]),
+        TransferSettings(lease_s=setup["lease_s"]),
+        report,
+    )
+    say("ready", "")
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        if name == "request":
+            handover_id, engine_id, epoch, control_address = arguments
+            sink.request(
+                handover_id,
+                PromptEngineAddress(engine_id=engine_id, epoch=epoch, control_address=control_address),
+            )
+        elif name == "pull":
+            sink.pull(*arguments)
+        else:
+            say(name)
+    sink.close()
+
+
+def main() -> None:
+    setup: Setup = json.loads(sys.argv[1])
+    pool = Pool(setup["num_blocks"], setup["block_bytes"])
+    if setup["mode"] == "sink":
+        serve_sink(setup, pool)
+    elif setup["mode"] == "source":
+        serve_source(setup, pool.fill())
+    else:
+        serve_memory(setup, pool.fill())
+
+
+if __name__ == "__main__":
+    main()

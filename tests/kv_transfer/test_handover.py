@@ -1,0 +1,374 @@
+"""The two ends with their threads and sockets; peers that die are real processes."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+import zmq
+from tests.kv_transfer.builders import Pool, identity, offer
+from tests.kv_transfer.processes import TIMEOUT_S, Peer
+
+from kv_transfer.errors import BindError, LayoutError, SettingsError
+from kv_transfer.events import Arrived, Failed, Offered, Reclaimable, Released, SinkEvent, SourceEvent
+from kv_transfer.layout import Identity
+from kv_transfer.settings import TransferSettings
+from kv_transfer.sink import HandoverSink
+from kv_transfer.source import HandoverSource
+from kv_transfer.transports import make_transport
+from wire.services import PromptEngineAddress
+
+_T = TypeVar("_T")
+
+LOSS_LIMIT_S = 2.0
+"""The longest a request may hang on a dead prompt engine."""
+
+
+class Woken:
+    """Collects the events of one end as they come."""
+
+    def __init__(self) -> None:
+        self._woken = threading.Event()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def next(self, events: Callable[[], list[_T]], timeout_s: float = TIMEOUT_S) -> _T:
+        until_s = time.monotonic() + timeout_s
+        while time.monotonic() < until_s:
+            self._woken.clear()
+            found = events()
+            if found:
+                assert len(found) == 1, found
+                return found[0]
+            self._woken.wait(max(0.0, until_s - time.monotonic()))
+        raise AssertionError(f"no event within {timeout_s} s")
+
+
+class SourceEnd:
+    def __init__(self, transport: str, address: str, settings: TransferSettings, epoch: int) -> None:
+        self.woken = Woken()
+        self.pool = Pool().fill()
+        self.source = HandoverSource(
+            identity(epoch=epoch),
+            self.pool.regions,
+            make_transport(transport),
+            address,
+            settings,
+            self.woken.wake,
+        )
+
+    def event(self) -> SourceEvent:
+        return self.woken.next(self.source.events)
+
+
+class SinkEnd:
+    def __init__(
+        self, transport: str, settings: TransferSettings, pool: Pool, own_identity: Identity
+    ) -> None:
+        self.woken = Woken()
+        self.pool = pool
+        self.sink = HandoverSink(
+            own_identity, pool.regions, make_transport(transport), settings, self.woken.wake
+        )
+
+    def event(self, timeout_s: float = TIMEOUT_S) -> SinkEvent:
+        return self.woken.next(self.sink.events, timeout_s)
+
+    def failure(self, timeout_s: float = TIMEOUT_S) -> Failed:
+        event = self.event(timeout_s)
+        assert isinstance(event, Failed), event
+        return event
+
+
+@contextmanager
+def a_source(
+    transport: str = "fake",
+    address: str = "tcp://127.0.0.1:0",
+    settings: TransferSettings | None = None,
+    epoch: int = 1,
+) -> Iterator[SourceEnd]:
+    end = SourceEnd(transport, address, settings or TransferSettings(), epoch)
+    yield end
+    end.source.close()
+    assert end.source.stats().internal_errors == 0
+
+
+@contextmanager
+def a_sink(
+    transport: str = "fake",
+    settings: TransferSettings | None = None,
+    pool: Pool | None = None,
+    own_identity: Identity | None = None,
+) -> Iterator[SinkEnd]:
+    end = SinkEnd(
+        transport, settings or TransferSettings(), pool or Pool(), own_identity or identity("completion-0", 9)
+    )
+    yield end
+    end.sink.close()
+    assert end.sink.stats().internal_errors == 0
+
+
+def address_of(control_address: str, epoch: int = 1) -> PromptEngineAddress:
+    return PromptEngineAddress(engine_id="prompt-0", epoch=epoch, control_address=control_address)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def hand_over(peer: Peer, sink: SinkEnd, epoch: int = 1, handover_id: str = "h") -> None:
+    """One whole hand-over from the peer process."""
+    sink.pool.kv[:] = 0
+    sink.sink.request(handover_id, address_of(peer.ready[0], epoch))
+    peer.tell("offer", handover_id, 6, [3, 5])
+    assert sink.event() == Offered(handover_id, 6, 2, 42)
+    sink.sink.pull(handover_id, [7, 8])
+    assert sink.event() == Arrived(handover_id)
+    assert peer.expect("Released") == [handover_id, "released"]
+    assert sink.pool.holds((7, 8), (3, 5))
+
+
+# Both ends in one process
+
+
+def test_hand_over_through_sockets_and_threads() -> None:
+    with a_source() as source, a_sink() as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        source.source.offer(offer())
+        assert sink.event() == Offered("h", 6, 2, 42)
+        sink.sink.pull("h", [7, 8])
+        assert sink.event() == Arrived("h")
+        assert source.event() == Released("h", "released")
+        assert sink.pool.holds((7, 8), (3, 5))
+        stats = sink.sink.stats()
+        assert (stats.arrived, stats.blocks_read, stats.num_handovers) == (1, 2, 0)
+        assert stats.counts_by_stage == {"wait": 1, "queue": 1, "read": 1, "confirm": 1}
+        assert source.source.stats().ends_by_reason == {"released": 1}
+
+
+def test_hand_over_through_ipc(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("k") / "c"
+    with a_source("zmq", f"ipc://{path}") as source, a_sink("zmq") as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        source.source.offer(offer())
+        assert sink.event() == Offered("h", 6, 2, 42)
+        sink.sink.pull("h", [7, 8])
+        assert sink.event() == Arrived("h")
+        assert sink.pool.holds((7, 8), (3, 5))
+
+
+def test_abandon_and_withdraw_cross_the_wire() -> None:
+    with a_source() as source, a_sink() as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        source.source.offer(offer())
+        sink.event()
+        sink.sink.abandon("h")
+        assert sink.event() == Reclaimable("h")
+        assert source.event() == Released("h", "abandoned")
+        sink.sink.request("k", address_of(source.source.control_address))
+        source.source.withdraw("k")
+        assert sink.failure().reason == "withdrawn"
+
+
+def test_closing_sink_frees_the_source_at_once() -> None:
+    with a_source() as source:
+        with a_sink() as sink:
+            sink.sink.request("h", address_of(source.source.control_address))
+            source.source.offer(offer())
+            sink.event()
+        assert source.event() == Released("h", "abandoned")
+
+
+def test_closed_source_fails_its_readers() -> None:
+    with a_sink() as sink:
+        with a_source() as source:
+            sink.sink.request("h", address_of(source.source.control_address))
+            source.source.offer(offer())
+            sink.event()
+        assert sink.failure(LOSS_LIMIT_S).reason == "peer_lost"
+
+
+def test_offer_that_contradicts_the_layout_is_refused_to_the_engine() -> None:
+    with a_source() as source:
+        for wrong in (offer(num_tokens=9), offer(block_ids=(0, 1)), offer(block_ids=(1, 99)), offer(slot=9)):
+            with pytest.raises(LayoutError):
+                source.source.offer(wrong)
+        assert source.source.stats().num_pinned == 0
+
+
+def test_port_in_use_is_named_and_leaves_nothing_open() -> None:
+    with a_source() as source, pytest.raises(BindError, match=source.source.control_address):
+        SourceEnd("zmq", source.source.control_address, TransferSettings(), 1)
+
+
+def test_wildcard_needs_a_host_to_advertise() -> None:
+    with pytest.raises(SettingsError, match="advertise_host"):
+        SourceEnd("zmq", "tcp://0.0.0.0:0", TransferSettings(), 1)
+    settings = TransferSettings(advertise_host="127.0.0.1")
+    with a_source("zmq", "tcp://0.0.0.0:0", settings) as source, a_sink("zmq") as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        source.source.offer(offer())
+        sink.event()
+        sink.sink.pull("h", [7, 8])
+        assert sink.event() == Arrived("h")
+
+
+def test_mismatch_fails_within_a_second_and_spares_the_others() -> None:
+    with a_source() as source, a_sink(own_identity=identity("c", 1, dtype="float16")) as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        failed = sink.failure(1.0)
+        assert failed.reason == "incompatible"
+        assert "dtype is float32 there and float16 here" in failed.message
+        with a_sink() as good:
+            good.sink.request("h", address_of(source.source.control_address))
+            source.source.offer(offer())
+            assert good.event() == Offered("h", 6, 2, 42)
+
+
+def test_unequal_transports_are_refused_by_name() -> None:
+    with a_source("fake") as source, a_sink("zmq") as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        assert "transport is fake there and zmq here" in sink.failure(1.0).message
+
+
+def test_unequal_block_bytes_are_refused() -> None:
+    with a_source() as source, a_sink(pool=Pool(block_bytes=8192)) as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        assert "kv of 4096 bytes" in sink.failure(1.0).message
+
+
+def test_nobody_listening_fails_soon() -> None:
+    with a_sink() as sink:
+        sink.sink.request("h", address_of(f"tcp://127.0.0.1:{free_port()}"))
+        failed = sink.failure(LOSS_LIMIT_S)
+        assert (failed.reason, failed.blocks_safe) == ("connect_failed", True)
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "tcp://", "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999999"])
+def test_address_that_is_none_fails_the_request_only(address: str) -> None:
+    with a_sink(settings=TransferSettings(connect_timeout_s=0.5)) as sink:
+        sink.sink.request("h", address_of(address))
+        assert sink.failure(LOSS_LIMIT_S).reason in ("refused", "connect_failed")
+
+
+def test_too_many_handovers_are_refused() -> None:
+    with a_source() as source, a_sink(settings=TransferSettings(max_handovers=1)) as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        sink.sink.request("k", address_of(source.source.control_address))
+        failed = sink.failure()
+        assert (failed.handover_id, failed.reason) == ("k", "refused")
+        assert "max_handovers" in failed.message
+
+
+def test_bytes_that_are_no_messages_are_counted_and_ignored() -> None:
+    with a_source() as source, a_sink() as sink, zmq.Context() as context, context.socket(zmq.DEALER) as vandal:
+        vandal.setsockopt(zmq.LINGER, 0)
+        vandal.connect(source.source.control_address)
+        for frames in ([b""], [b"\xc1"], [b"\x93" * 1000], [b"a", b"b"], [b"x" * 100_000]):
+            vandal.send_multipart(frames)
+        sink.sink.request("h", address_of(source.source.control_address))
+        source.source.offer(offer())
+        assert sink.event() == Offered("h", 6, 2, 42)
+        while source.source.stats().ignored_by_kind.get("invalid", 0) < 5:
+            vandal.poll(1)
+
+
+def test_calls_after_close_are_ignored() -> None:
+    with a_source() as source, a_sink() as sink:
+        source.source.close()
+        sink.sink.close()
+        source.source.offer(offer())
+        source.source.withdraw("h")
+        sink.sink.request("h", address_of(source.source.control_address))
+        sink.sink.pull("h", [1])
+        sink.sink.abandon("h")
+        assert (source.source.events(), sink.sink.events()) == ([], [])
+
+
+# A source that dies, in a second process
+
+
+def test_hand_over_from_another_process(real_transport: str) -> None:
+    with Peer("source", real_transport) as peer, a_sink(real_transport) as sink:
+        for handover_id in ("a", "b", "c"):
+            hand_over(peer, sink, handover_id=handover_id)
+
+
+def test_source_killed_while_a_request_waits_fails_it_in_time(real_transport: str) -> None:
+    with Peer("source", real_transport) as peer, a_sink(real_transport) as sink:
+        hand_over(peer, sink)
+        sink.sink.request("k", address_of(peer.ready[0]))
+        peer.tell("echo")
+        peer.expect("echo")
+        peer.kill()
+        failed = sink.failure(LOSS_LIMIT_S)
+        assert (failed.handover_id, failed.reason, failed.blocks_safe) == ("k", "peer_lost", True)
+
+
+def test_source_killed_during_a_read_fails_it_in_time(real_transport: str) -> None:
+    num_blocks, block_bytes = 1025, 65536
+    peer = Peer("source", real_transport, num_blocks=num_blocks, block_bytes=block_bytes)
+    with peer, a_sink(real_transport, pool=Pool(num_blocks, block_bytes)) as sink:
+        sink.sink.request("h", address_of(peer.ready[0]))
+        peer.tell("offer", "h", 4096, list(range(1, num_blocks)))
+        sink.event()
+        sink.sink.pull("h", list(range(1, num_blocks)))
+        peer.kill()
+        failed = sink.failure(LOSS_LIMIT_S)
+        assert (failed.reason, failed.blocks_safe) == ("peer_lost", True)
+
+
+def test_stopped_source_counts_as_lost_when_its_heartbeat_stops() -> None:
+    with Peer("source", "zmq") as peer, a_sink("zmq") as sink:
+        hand_over(peer, sink)
+        sink.sink.request("k", address_of(peer.ready[0]))
+        peer.tell("echo")
+        peer.expect("echo")
+        peer.stop()
+        assert sink.failure(LOSS_LIMIT_S + 0.5).reason == "peer_lost"
+
+
+def test_source_restarted_at_its_address_is_read_again(real_transport: str) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with a_sink(real_transport) as sink:
+        for epoch in (1, 2, 3):
+            with Peer("source", real_transport, address=address, epoch=epoch) as peer:
+                hand_over(peer, sink, epoch)
+                sink.sink.request("stale", address_of(address, epoch + 10))
+                assert sink.failure().reason == "wrong_engine"
+
+
+# A sink that dies
+
+
+def test_killed_sink_costs_the_source_one_lease() -> None:
+    settings = TransferSettings(lease_s=1.0)
+    with a_source("zmq", settings=settings) as source, Peer("sink", "zmq", lease_s=1.0) as peer:
+        peer.tell("request", "h", "prompt-0", 1, source.source.control_address)
+        source.source.offer(offer())
+        peer.expect("Offered")
+        killed_s = time.monotonic()
+        peer.kill()
+        assert source.event() == Released("h", "expired")
+        assert time.monotonic() - killed_s < 1.5
+
+
+def test_live_sink_keeps_a_lease_far_shorter_than_its_queue() -> None:
+    settings = TransferSettings(lease_s=0.3)
+    with a_source("zmq", settings=settings) as source, Peer("sink", "zmq", lease_s=0.3) as peer:
+        peer.tell("request", "h", "prompt-0", 1, source.source.control_address)
+        source.source.offer(offer())
+        peer.expect("Offered")
+        while source.source.stats().leases_renewed < 20:
+            peer.tell("echo")
+            peer.expect("echo")
+        peer.tell("pull", "h", [7, 8])
+        peer.expect("Arrived")
+        assert source.event() == Released("h", "released")

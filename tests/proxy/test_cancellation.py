@@ -1,0 +1,191 @@
+"""A client that leaves at any moment: both legs are closed at once, which aborts them."""
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import pytest
+
+from tests.proxy.builders import Stack, ids, pair_stack, stack, text_body
+from tests.proxy.mock_engines import Call, MockEngine, Script
+
+BOTH_WAYS = pytest.mark.parametrize("is_streamed", [False, True])
+
+
+async def silent(call: Call) -> None:
+    await asyncio.Event().wait()
+
+
+async def accepted_then_silent(call: Call) -> None:
+    await call.accept()
+    await silent(call)
+
+
+async def first_token(call: Call) -> None:
+    await call.first_token(ids("a")[0])
+
+
+async def second_token_then_silent(call: Call) -> None:
+    await call.accept()
+    await call.tokens(1, ids("b"))
+    await silent(call)
+
+
+class RawClient:
+    """One connection whose every byte the test decides."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, running: Stack) -> "RawClient":
+        host, port = running.url.removeprefix("http://").split(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    def post(self, **fields: Any) -> None:
+        body = json.dumps(text_body(**fields)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._writer.write(head.encode() + body)
+
+    def write(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def read_until(self, marker: bytes) -> bytes:
+        async with asyncio.timeout(5):
+            return await self.reader.readuntil(marker)
+
+    async def leave(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+async def expect_cancelled(running: Stack) -> None:
+    """Every engine that was called has lost its caller within a second, and the proxy is idle."""
+    async with asyncio.timeout(1):
+        for engine in running.engines:
+            for call in engine.calls:
+                await call.client_left.wait()
+        while running.services.draining.num_open_requests:
+            await asyncio.sleep(0)
+
+
+@BOTH_WAYS
+async def test_a_client_that_leaves_in_prefill_cancels_both_legs(is_streamed: bool) -> None:
+    async with pair_stack(silent, accepted_then_silent) as running:
+        client = await RawClient.connect(running)
+        client.post(stream=is_streamed)
+        for engine in running.engines:
+            await engine.call()
+        await client.leave()
+        await expect_cancelled(running)
+        assert await running.metric("tandem_proxy_cancellations_total", stage="prompt") == 1
+        assert running.services.directory.snapshot().engines[0].is_routable
+
+
+@BOTH_WAYS
+async def test_a_client_that_leaves_before_the_completion_engine_has_answered(is_streamed: bool) -> None:
+    async with pair_stack(silent, silent) as running:
+        client = await RawClient.connect(running)
+        client.post(stream=is_streamed)
+        for engine in running.engines:
+            await engine.call()
+        await client.leave()
+        await expect_cancelled(running)
+
+
+async def test_a_client_that_leaves_between_the_legs_cancels_the_completion_leg() -> None:
+    async with pair_stack(first_token, accepted_then_silent) as running:
+        client = await RawClient.connect(running)
+        client.post(stream=True)
+        assert b'"text":"a"' in await client.read_until(b"\n\n\r\n")
+        await client.leave()
+        async with asyncio.timeout(1):
+            await (await running.engines[1].call()).client_left.wait()
+
+
+async def test_a_client_that_leaves_in_mid_stream_cancels_the_completion_leg() -> None:
+    async with pair_stack(first_token, second_token_then_silent) as running:
+        client = await RawClient.connect(running)
+        client.post(stream=True)
+        await client.read_until(b'"text":"b"')
+        await client.leave()
+        async with asyncio.timeout(1):
+            await running.engines[1].calls[0].client_left.wait()
+        while not await running.metric("tandem_proxy_cancellations_total", stage="completion"):
+            await asyncio.sleep(0)
+
+
+async def test_a_client_that_leaves_an_unstreamed_request_in_mid_generation_cancels_it() -> None:
+    has_generated = asyncio.Event()
+
+    async def completion(call: Call) -> None:
+        await call.accept()
+        await call.tokens(1, ids("b"))
+        has_generated.set()
+        await silent(call)
+
+    async with pair_stack(first_token, completion) as running:
+        client = await RawClient.connect(running)
+        client.post(stream=False)
+        await has_generated.wait()
+        await client.leave()
+        async with asyncio.timeout(1):
+            await running.engines[1].calls[0].client_left.wait()
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing() -> None:
+    async with pair_stack(silent, silent) as running:
+        client = await RawClient.connect(running)
+        client.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        await client.leave()
+        async with asyncio.timeout(5):
+            while not await running.metric("tandem_proxy_cancellations_total", stage="preparation"):
+                await asyncio.sleep(0)
+        assert not running.engines[0].calls
+
+
+async def test_a_body_that_never_comes_is_given_up() -> None:
+    async with pair_stack(silent, silent, body_timeout_s=0.1) as running:
+        client = await RawClient.connect(running)
+        client.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        assert b" 408 " in await client.read_until(b"\r\n")
+        await client.leave()
+
+
+async def test_every_choice_of_a_left_request_is_cancelled() -> None:
+    async with pair_stack(silent, accepted_then_silent) as running:
+        client = await RawClient.connect(running)
+        client.post(prompt=["a", "b", "c"])
+        for engine in running.engines:
+            await engine.call(2)
+        await client.leave()
+        await expect_cancelled(running)
+
+
+@pytest.mark.parametrize("script", [silent, second_token_then_silent])
+async def test_a_left_request_to_a_normal_engine_is_cancelled(script: Script) -> None:
+    async with stack(MockEngine("normal", script)) as running:
+        client = await RawClient.connect(running)
+        client.post(stream=True)
+        await running.engines[0].call()
+        await client.leave()
+        await expect_cancelled(running)
+
+
+async def test_many_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
+    async with pair_stack(first_token, second_token_then_silent) as running:
+        clients = [await RawClient.connect(running) for _ in range(50)]
+        for number, client in enumerate(clients):
+            client.post(stream=number % 2 == 0)
+            for _ in range(number % 7):
+                await asyncio.sleep(0)
+            await client.leave()
+        async with asyncio.timeout(5):
+            while running.services.draining.num_open_requests or any(
+                not call.client_left.is_set() for call in running.engines[1].calls
+            ):
+                await asyncio.sleep(0.01)  # polls real sockets
+        assert (await running.metric("tandem_proxy_open_requests", stream="true")) == 0
