@@ -72,16 +72,19 @@ def load_model_runner(
     block_size: int = 32,
     kv_bytes: int = 1 << 30,
     max_model_len: int | None = None,
-    num_threads: int = 2,
+    num_threads: int | None = None,
 ) -> ModelRunner:
-    """Loads the weights and makes the pool; `max_model_len` None takes the model's own limit.
+    """Loads the weights, on `num_threads` or all usable cores, and makes the pool.
+
+    `max_model_len` None takes the model's own limit, or what the pool can hold.
 
     ModelFilesError, WeightFormatError or KVPoolError, each with one line that says what to do.
     """
     config = files.config()
-    num_positions = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     checked_format = check_weight_format(weight_format)
     pool = KVPool.of_bytes(KVLayout.of(config, block_size), kv_bytes)
+    max_positions = max_model_len or config.max_position_embeddings
+    num_positions = min(max_positions, config.max_position_embeddings, pool.num_blocks * block_size)
     model = load_model(files, checked_format, max_positions=num_positions, num_threads=num_threads)
     return ModelRunner(model, config, pool)
 

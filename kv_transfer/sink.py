@@ -52,7 +52,11 @@ class _Link:
         self._monitor = self.socket.get_monitor_socket(_MONITORED)
         for socket in (self.socket, self._monitor):
             poller.register(socket, zmq.POLLIN)
-        self.socket.connect(address.control_address)
+        try:
+            self.socket.connect(address.control_address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def watch(self, data: "zmq.Socket[bytes] | None") -> None:
         """Also wake for the transport's own socket."""
@@ -258,6 +262,9 @@ class HandoverSink:
         if now_s >= self._next_tick_s:
             self._tick(now_s)
             self._next_tick_s = now_s + TICK_S
+        for session, link in self._peers.values():
+            reading = session.connection if session.num_reads else None
+            link.watch(None if reading is None else reading.waitable)
         if self._events:
             self._wake()
         return 0.0 if busy else self._idle_s()
@@ -271,8 +278,6 @@ class HandoverSink:
         trouble = link.trouble(now_s)
         if trouble is not None:
             session.lose(*trouble, now_s)
-        reading = session.connection if session.num_reads else None
-        link.watch(None if reading is None else reading.waitable)
         return bool(frames) or ended
 
     def _tick(self, now_s: float) -> None:

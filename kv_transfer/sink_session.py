@@ -16,16 +16,11 @@ Every hand-over ends with exactly one of `Arrived`, `Failed(blocks_safe=True)` a
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-
-import numpy as np
 
 from kv_transfer.errors import LayoutError, MessageError, PeerLost, ReadError
 from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable, SinkEvent
-from kv_transfer.layout import BlockIds, Identity, Region, check_block_ids, num_blocks_for
+from kv_transfer.layout import BlockIds, Identity, Region
 from kv_transfer.messages import (
-    MAX_RENEWALS,
     PROTOCOL_VERSION,
     Confirm,
     Grant,
@@ -45,49 +40,24 @@ from kv_transfer.messages import (
     decode_to_sink,
 )
 from kv_transfer.settings import TransferSettings
+from kv_transfer.sink_checks import SourceBlocks, check_grant, difference_to, plan_reads
+from kv_transfer.sink_handover import RENEWED, Handover, Stage
+from kv_transfer.sink_renewals import Renewals
 from kv_transfer.stats import SinkCounters
-from kv_transfer.transport import BlockRead, Connection, ReadResult, RemoteMemory, Transport
+from kv_transfer.transport import Connection, ReadResult, RemoteMemory, Transport
 from wire.services import PromptEngineAddress
 
 logger = logging.getLogger(__name__)
 
-MIN_RENEW_INTERVAL_S = 0.05
-
 MAX_FAREWELLS = 4096
 
 
-class Stage(Enum):
-    REQUESTED = "requested"
-    WAITING = "waiting"
-    OFFERED = "offered"
-    READING = "reading"
-    CONFIRMING = "confirming"
-    QUARANTINED = "quarantined"
-
-
-_LEASED = (Stage.OFFERED, Stage.READING)
-
-
-@dataclass(slots=True)
-class _Handover:
-    handover_id: str
-    deadline_s: float
-    """Of the present stage."""
-    stage_since_s: float
-    stage: Stage = Stage.REQUESTED
-    generation: int = 0
-    lease_until_s: float = 0.0
-    remote_ids: BlockIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    remote_slot: int | None = None
-    read_id: int | None = None
-    num_bytes: int = 0
-    num_local_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _SentRenewal:
-    sent_s: float
-    leases: tuple[LeaseRef, ...]
+_OVERDUE: dict[FailReason, str] = {
+    "expired": "the lease was not renewed in time",
+    "offer_timeout": "the prompt was not computed before the deadline",
+    "read_timeout": "the blocks did not arrive in time",
+    "confirm_timeout": "the prompt engine did not confirm in time",
+}
 
 
 class PeerSession:
@@ -115,15 +85,11 @@ class PeerSession:
         self._emit = emit
         self._connection: Connection | None = None
         self._remote_regions: tuple[Region, ...] = ()
-        self._handovers: dict[str, _Handover] = {}
-        self._by_read: dict[int, _Handover] = {}
+        self._handovers: dict[str, Handover] = {}
+        self._by_read: dict[int, Handover] = {}
         self._farewells: OrderedDict[str, None] = OrderedDict()
         """Given up before the hello was over; the source is told so that it need not wait for the lease."""
-        self._renewals: OrderedDict[int, _SentRenewal] = OrderedDict()
-        self._last_sequence = 0
-        self._renew_at_s = now_s
-        self._renew_interval_s = settings.renew_interval_s
-        self._reply_timeout_s = settings.lease_s
+        self._renewals: Renewals | None = None
         self._hello_until_s = now_s + settings.connect_timeout_s
         self.is_lost = False
 
@@ -161,7 +127,7 @@ class PeerSession:
 
     def request(self, handover_id: str, deadline_s: float, now_s: float) -> None:
         """`deadline_s` is the time by which the offer must be here."""
-        handover = _Handover(handover_id, deadline_s, now_s)
+        handover = Handover(handover_id, deadline_s, now_s)
         self._handovers[handover_id] = handover
         if self.is_ready:
             self._want(handover)
@@ -179,7 +145,8 @@ class PeerSession:
             return  # it ended meanwhile, and its event says so
         assert self._connection is not None
         try:
-            reads = self._plan(handover, local_ids, local_slot, skip_blocks)
+            source = SourceBlocks(handover.remote_ids, handover.remote_slot)
+            reads = plan_reads(source, local_ids, local_slot, skip_blocks, self._regions)
         except LayoutError as error:
             self._fail(handover, "bad_pull", str(error), now_s)
             return
@@ -326,17 +293,16 @@ class PeerSession:
     def _on_refused(self, message: Refused, now_s: float) -> None:
         if message.field == "session":
             self.lose("peer_lost", "it does not know this session any more", now_s)
-            return
-        wrong = message.field in ("engine_id", "epoch")
-        self.lose(
-            "wrong_engine" if wrong else "incompatible",
-            f"{message.field} is {message.ours} there and {message.theirs} here",
-            now_s,
-        )
+        else:
+            self._mismatch(message.field, message.ours, message.theirs, now_s)
+
+    def _mismatch(self, field: str, theirs: str, ours: str, now_s: float) -> None:
+        reason: FailReason = "wrong_engine" if field in ("engine_id", "epoch") else "incompatible"
+        self.lose(reason, f"{field} is {theirs} there and {ours} here", now_s)
 
     def _on_other_epoch(self, message: ToSink, now_s: float) -> None:
         if isinstance(message, HelloOk | Introduction):
-            self.lose("wrong_engine", f"epoch is {message.epoch} there and {self.address.epoch} here", now_s)
+            self._mismatch("epoch", str(message.epoch), str(self.address.epoch), now_s)
         else:
             self._counters.ignored["stale"] += 1
 
@@ -344,11 +310,9 @@ class PeerSession:
         if self.is_ready:
             self._counters.ignored["duplicate"] += 1
             return
-        difference = self._first_difference(message)
+        difference = difference_to(message, self.address.engine_id, self._transport.name, self._regions)
         if difference is not None:
-            field_name, theirs, ours = difference
-            reason: FailReason = "wrong_engine" if field_name == "engine_id" else "incompatible"
-            self.lose(reason, f"{field_name} is {theirs} there and {ours} here", now_s)
+            self._mismatch(*difference, now_s)
             return
         self._remote_regions = tuple(
             Region(info.kind, info.address, info.block_bytes, info.num_blocks) for info in message.regions
@@ -359,32 +323,16 @@ class PeerSession:
         except ReadError as error:
             self.lose("connect_failed", str(error), now_s)
             return
-        self._reply_timeout_s = max(message.lease_s, MIN_RENEW_INTERVAL_S)
-        self._renew_interval_s = max(message.lease_s / 6, MIN_RENEW_INTERVAL_S)
-        self._renew_at_s = now_s + self._renew_interval_s
+        self._renewals = Renewals(message.lease_s, now_s)
         for handover in self._handovers.values():
             self._want(handover)
         for handover_id in self._farewells:
             self._send(Release(self.address.epoch, handover_id, 0, "aborted"))
         self._farewells.clear()
 
-    def _first_difference(self, message: Introduction) -> tuple[str, str, str] | None:
-        theirs = [f"{info.kind} of {info.block_bytes} bytes" for info in message.regions]
-        ours = [f"{region.kind} of {region.block_bytes} bytes" for region in self._regions]
-        for name, their_value, our_value in (
-            ("engine_id", message.engine_id, self.address.engine_id),
-            ("transport", message.transport, self._transport.name),
-            ("regions", ", ".join(theirs), ", ".join(ours)),
-        ):
-            if their_value != our_value:
-                return name, their_value, our_value
-        if any(info.num_blocks < 1 or info.block_bytes < 1 for info in message.regions):
-            return "regions", "an empty region", ", ".join(ours)
-        return None
-
     # Lease
 
-    def _want(self, handover: _Handover) -> None:
+    def _want(self, handover: Handover) -> None:
         handover.stage = Stage.WAITING
         self._send(Want(self.address.epoch, handover.handover_id))
 
@@ -395,14 +343,16 @@ class PeerSession:
             return
         handover.generation = message.generation
         try:
-            self._check_grant(message)
+            remote_ids = check_grant(
+                message, self._identity.block_size, self._remote_regions, self._settings.max_blocks
+            )
         except LayoutError as error:
             self._fail(handover, "bad_offer", str(error), now_s)
             return
         self._leave_stage(handover, "wait", now_s)
         handover.stage = Stage.OFFERED
         handover.lease_until_s = now_s + message.ttl_s
-        handover.remote_ids = np.frombuffer(message.block_ids, dtype="<i4").astype(np.int32)
+        handover.remote_ids = remote_ids
         handover.remote_slot = message.state_slot
         self._emit(
             Offered(
@@ -413,29 +363,6 @@ class PeerSession:
                 has_state=message.state_slot is not None,
             )
         )
-
-    def _check_grant(self, message: Grant) -> None:
-        if message.generation < 1:
-            raise LayoutError("a grant needs a generation")
-        if len(message.block_ids) % 4:
-            raise LayoutError("block_ids is not a list of int32")
-        num_blocks = len(message.block_ids) // 4
-        expected = num_blocks_for(message.num_tokens, self._identity.block_size)
-        if message.num_tokens < 1 or num_blocks != expected:
-            raise LayoutError(
-                f"{num_blocks} blocks were offered for {message.num_tokens} tokens, not {expected}"
-            )
-        if num_blocks > self._settings.max_blocks:
-            raise LayoutError(f"{num_blocks} blocks are over max_blocks ({self._settings.max_blocks})")
-        remote = self._remote_regions[self._index_of("kv")]
-        ids = np.frombuffer(message.block_ids, dtype="<i4").astype(np.int32)
-        check_block_ids(ids, remote.num_blocks, first=1, what="the offered block_ids")
-        if message.state_slot is not None:
-            state = self._remote_regions[self._index_of("state")]
-            if message.state_slot >= state.num_blocks:
-                raise LayoutError(
-                    f"the offered state_slot {message.state_slot} is not below {state.num_blocks}"
-                )
 
     def _on_unavailable(self, message: Unavailable, now_s: float) -> None:
         handover = self._handovers.get(message.handover_id)
@@ -448,73 +375,37 @@ class PeerSession:
             self._fail(handover, reason, f"the prompt engine's copy is {message.reason}", now_s)
 
     def _renew(self, now_s: float) -> None:
-        if self._renewals:
-            oldest = next(iter(self._renewals.values()))
-            if now_s - oldest.sent_s >= self._reply_timeout_s:
-                self.lose("peer_lost", f"no answer for {self._reply_timeout_s:g} s", now_s)
-                return
-        if now_s < self._renew_at_s:
-            return
-        self._renew_at_s = now_s + self._renew_interval_s
-        leases = [
-            LeaseRef(handover.handover_id, handover.generation)
-            for handover in self._handovers.values()
-            if handover.stage is Stage.WAITING or handover.stage in _LEASED
-        ]
-        for start in range(0, len(leases), MAX_RENEWALS):
-            self._last_sequence += 1
-            part = tuple(leases[start : start + MAX_RENEWALS])
-            self._renewals[self._last_sequence] = _SentRenewal(now_s, part)
-            self._send(Renew(self.address.epoch, self._last_sequence, list(part)))
+        assert self._renewals is not None
+        if self._renewals.is_overdue(now_s):
+            self.lose("peer_lost", f"no answer for {self._renewals.reply_timeout_s:g} s", now_s)
+        elif self._renewals.is_due(now_s):
+            leases = [
+                LeaseRef(handover.handover_id, handover.generation)
+                for handover in self._handovers.values()
+                if handover.stage in RENEWED
+            ]
+            for sequence, part in self._renewals.send(leases, now_s):
+                self._send(Renew(self.address.epoch, sequence, part))
 
     def _on_renewed(self, message: Renewed, now_s: float) -> None:
-        sent = self._renewals.pop(message.sequence, None)
-        if sent is None:
+        assert self._renewals is not None
+        answer = self._renewals.answered(message)
+        if answer is None:
             self._counters.ignored["unknown"] += 1
             return
-        ttls = {(lease.handover_id, lease.generation): lease.ttl_s for lease in message.leases}
-        for lease in sent.leases:
+        for lease, until_s in answer:
             handover = self._handovers.get(lease.handover_id)
             if handover is None or handover.generation != lease.generation:
                 continue  # ended, or granted since
-            if handover.stage is not Stage.WAITING and handover.stage not in _LEASED:
+            if handover.stage not in RENEWED:
                 continue
-            ttl_s = ttls.get((lease.handover_id, lease.generation))
-            if ttl_s is None:
+            if until_s is None:
                 self._fail(handover, "expired", "the prompt engine no longer holds it", now_s)
             else:
-                # Counted from before the question was sent: never later than the source's own clock.
-                handover.lease_until_s = max(handover.lease_until_s, sent.sent_s + ttl_s)
+                handover.lease_until_s = max(handover.lease_until_s, until_s)
                 self._counters.renewals += 1
 
     # Read and confirm
-
-    def _plan(
-        self, handover: _Handover, local_ids: BlockIds, local_slot: int | None, skip_blocks: int
-    ) -> list[BlockRead]:
-        remote_ids = handover.remote_ids[skip_blocks:]
-        if skip_blocks < 0 or remote_ids.size != local_ids.size:
-            raise LayoutError(
-                f"{local_ids.size} local blocks after {skip_blocks} skipped do not match the "
-                f"{handover.remote_ids.size} offered"
-            )
-        if (local_slot is None) != (handover.remote_slot is None):
-            raise LayoutError(f"local_state_slot is {local_slot}, the offered one {handover.remote_slot}")
-        kv = self._index_of("kv")
-        check_block_ids(local_ids, self._regions[kv].num_blocks, first=1, what="local_block_ids")
-        reads = [BlockRead(kv, remote_ids, local_ids)] if local_ids.size else []
-        if local_slot is not None and handover.remote_slot is not None:
-            state = self._index_of("state")
-            slots = np.array([local_slot], dtype=np.int32)
-            check_block_ids(slots, self._regions[state].num_blocks, first=0, what="local_state_slot")
-            reads.append(BlockRead(state, np.array([handover.remote_slot], dtype=np.int32), slots))
-        return reads
-
-    def _index_of(self, kind: str) -> int:
-        for index, region in enumerate(self._regions):
-            if region.kind == kind:
-                return index
-        raise LayoutError(f"no {kind} region is registered here")
 
     def _on_result(self, result: ReadResult, now_s: float) -> None:
         if result.peer_lost:
@@ -535,7 +426,7 @@ class PeerSession:
         else:
             self._fail(handover, "read_failed", result.error, now_s)
 
-    def _confirm(self, handover: _Handover, now_s: float) -> None:
+    def _confirm(self, handover: Handover, now_s: float) -> None:
         handover.stage = Stage.CONFIRMING
         handover.deadline_s = now_s + self._settings.confirm_timeout_s
         self._release(handover, "done")
@@ -563,28 +454,20 @@ class PeerSession:
 
     # Ends
 
-    def _check_deadline(self, handover: _Handover, now_s: float) -> None:
-        stage = handover.stage
-        if stage in _LEASED and now_s >= handover.lease_until_s:
-            self._fail(handover, "expired", "the lease was not renewed in time", now_s)
-        elif stage is Stage.OFFERED or now_s < handover.deadline_s:
-            return
-        elif stage in (Stage.REQUESTED, Stage.WAITING):
-            self._fail(handover, "offer_timeout", "the prompt was not computed before the deadline", now_s)
-        elif stage is Stage.READING:
-            self._fail(handover, "read_timeout", f"{handover.num_bytes} bytes did not arrive in time", now_s)
-        elif stage is Stage.CONFIRMING:
-            self._fail(handover, "confirm_timeout", "the prompt engine did not confirm in time", now_s)
-        else:
+    def _check_deadline(self, handover: Handover, now_s: float) -> None:
+        reason = handover.overdue(now_s)
+        if reason is not None:
+            self._fail(handover, reason, _OVERDUE[reason], now_s)
+        elif handover.stage is Stage.QUARANTINED and now_s >= handover.deadline_s:
             self._counters.fences += 1
             self.lose("peer_lost", "a read that was given up did not end; its connection is cut", now_s)
 
-    def _fail(self, handover: _Handover, reason: FailReason, message: str, now_s: float) -> None:
+    def _fail(self, handover: Handover, reason: FailReason, message: str, now_s: float) -> None:
         self._counters.failures[reason] += 1
         safe = self._let_go(handover, now_s)
         self._emit(Failed(handover.handover_id, reason, message, blocks_safe=safe))
 
-    def _let_go(self, handover: _Handover, now_s: float) -> bool:
+    def _let_go(self, handover: Handover, now_s: float) -> bool:
         """Tell the source; True if nothing can write to the destination any more, else quarantine."""
         if not self.is_ready:
             self._farewells[handover.handover_id] = None
@@ -602,7 +485,7 @@ class PeerSession:
         del self._handovers[handover.handover_id]
         return True
 
-    def _release(self, handover: _Handover, outcome: str) -> None:
+    def _release(self, handover: Handover, outcome: str) -> None:
         self._send(
             Release(
                 self.address.epoch,
@@ -612,6 +495,6 @@ class PeerSession:
             )
         )
 
-    def _leave_stage(self, handover: _Handover, name: str, now_s: float) -> None:
+    def _leave_stage(self, handover: Handover, name: str, now_s: float) -> None:
         self._counters.add_stage(name, now_s - handover.stage_since_s)
         handover.stage_since_s = now_s

@@ -21,6 +21,16 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
     factors: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        """`ValueError` names the first number that cannot be."""
+        if not self.factor > 0 or not all(factor > 0 for factor in self.factors):
+            raise ValueError("the rope scaling factors must be positive")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} "
+                "must be positive and in this order"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -52,12 +62,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """`ValueError` names the first number that cannot be."""
         for name in _POSITIVE:
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if (
+            self.rope_scaling
+            and self.rope_scaling.factors
+            and len(self.rope_scaling.factors) * 2 != self.head_dim
+        ):
+            raise ValueError(
+                f"head_dim {self.head_dim} does not fit {len(self.rope_scaling.factors)} rope scaling factors"
+            )
 
 
 _POSITIVE = (

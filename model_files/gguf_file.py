@@ -95,7 +95,7 @@ class GgufFile:
         cursor.require_items(num_tensors, _SMALLEST_TENSOR_ENTRY, "tensors")
         entries = [_read_tensor_entry(cursor, self.path) for _ in range(num_tensors)]
         alignment = self.fields.integer("general.alignment", _DEFAULT_ALIGNMENT)
-        if alignment <= 0 or alignment & (alignment - 1) or alignment > mmap.PAGESIZE:
+        if alignment <= 0 or alignment & (alignment - 1):
             raise _DamagedError(f"alignment {alignment} is no power of two")
         self._data_start = -(-cursor.offset // alignment) * alignment
         tensors = {}

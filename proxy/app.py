@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
+from proxy.engine_transport import EngineTransport
 from proxy.engines import EngineDirectory
 from proxy.errors import BadRequest, UnknownModel
 from proxy.legs import EngineCalls, LegTimeouts
@@ -58,9 +59,9 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
 
 
 def engine_http_client() -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=512, keepalive_expiry=KEEPALIVE_S)
     # Proxies named in the environment are for the outside world, never for engines.
-    return httpx.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
+    transport = EngineTransport(idle_s=KEEPALIVE_S)
+    return httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
 
 
 def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient) -> ProxyServices:

@@ -18,9 +18,10 @@ class ClientGone(Exception):
 class Client:
     """Reads the request's body and writes its answer, either whole or as a stream of events."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, stall_timeout_s: float) -> None:
         self._receive = receive
         self._send = send
+        self._stall_timeout_s = stall_timeout_s
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.has_started = False
         self.headers: dict[str, str] = {}
@@ -82,11 +83,19 @@ class Client:
         """Server-sent events, already framed; the first ones bring the status line with them."""
         if not self.has_started:
             await self._send_head(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send_part(events, is_last=False)
 
     async def end_events(self, events: bytes) -> None:
         """The last events and the end of the stream."""
-        await self._send({"type": "http.response.body", "body": events})
+        await self._send_part(events, is_last=True)
+
+    async def _send_part(self, data: bytes, *, is_last: bool) -> None:
+        """A client that does not read holds its engine's tokens up; one that never reads is gone."""
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        except TimeoutError:
+            raise ClientGone from None
 
     async def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
         assert not self.has_started

@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from proxy.answers import AnswerShape, Choice, ChoiceClock, StreamedAnswer, WholeAnswer
@@ -59,7 +60,7 @@ class GenerationEndpoint:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = Client(scope, receive, send)
+        client = Client(scope, receive, send, self._services.settings.client_stall_timeout_s)
         request_id = secrets.token_hex(16)
         given_id = client.header("x-request-id") or ""
         client.headers["x-request-id"] = given_id if _REQUEST_ID.fullmatch(given_id) else request_id
@@ -215,7 +216,8 @@ class _Exchange:
 
     async def _send_failure(self, error: ProxyError) -> None:
         if self._client.has_started:
-            await self._client.end_events(error_frame(error.body) + DONE)
+            with suppress(ClientGone):
+                await self._client.end_events(error_frame(error.body) + DONE)
             return
         if any(choice.num_tokens for choice in self._choices):
             # SDKs would repeat what has been generated once already.

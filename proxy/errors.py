@@ -2,6 +2,7 @@
 
 ProxyError
 ├── BadRequest            400: the client must change the request (also 408 for a body that never comes)
+│   ├── ContextExceeded   400: the prompt, or what is asked for, does not fit the context
 │   ├── UnknownModel      404
 │   └── BodyTooLarge      413
 ├── NotServing            503: draining, or no engines that could serve it
@@ -13,6 +14,7 @@ ProxyError
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from wire.services import EngineRole, ErrorBody, FinishReason, ServiceError
 
@@ -37,6 +39,18 @@ class ProxyError(Exception):
 class BadRequest(ProxyError):
     status = 400
     error_type = "invalid_request_error"
+
+
+class ContextExceeded(BadRequest):
+    code = "context_length_exceeded"
+
+    @classmethod
+    def of_prompt(cls, field: str, limit: int, num_prompt_tokens: int | str) -> "ContextExceeded":
+        return cls(
+            f"this model's maximum context length is {limit} tokens, and the prompt alone has "
+            f"{num_prompt_tokens}; please shorten {field}",
+            param=field,
+        )
 
 
 class UnknownModel(BadRequest):
@@ -70,6 +84,11 @@ class EngineFailure(ProxyError):
         super().__init__(message, code=code)
         self.role = role
 
+    @property
+    def is_of_handover(self) -> bool:
+        """The two engines could not pass the KV blocks on; only completion engines notice."""
+        return (self.error.code or "").startswith("handover_")
+
 
 class EngineUnreachable(EngineFailure):
     status = 503
@@ -102,6 +121,10 @@ class EngineRefused(EngineFailure):
         self.status = status
         self.error = error
         self.headers = dict(headers or {})
+        if self.is_of_handover and status < 500:
+            # Engines blame each other for a failed hand-over; it is never the client's mistake.
+            self.status = EngineBroke.status
+            self.error = replace(error, type=self.error_type, param=None)
 
 
 _STATUS_BY_FINISH: dict[FinishReason, tuple[int, str]] = {

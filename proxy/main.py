@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = "python -m proxy"
 LISTEN_BACKLOG = 2048
+MIN_DESCRIPTORS = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ModelFilesError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
+    _raise_descriptor_limit()
     host, port = listening.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
     logger.info("proxy for %s listening on http://%s:%d", text.name, shown_host, port)
@@ -46,6 +49,17 @@ def _load_text_model(name: str) -> TextModel:
     from model_files import resolve_model
 
     return TextModel.from_files(resolve_model(name))
+
+
+def _raise_descriptor_limit() -> None:
+    """A stream takes three descriptors: the client's and one for each leg."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < MIN_DESCRIPTORS:
+        logger.warning(
+            "only %d descriptors are allowed: about %d streams at once (ulimit -n)", hard, hard // 3
+        )
 
 
 def _bind(host: str, port: int) -> socket.socket:

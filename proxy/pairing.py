@@ -78,6 +78,13 @@ def max_model_len(route: Route) -> int:
     return min(_info(engine).max_model_len for engine in route.engines)
 
 
+def longest_model_len(fleet: FleetSnapshot) -> int | None:
+    """The tokens that some engine takes, whatever the route; None when nothing could be served."""
+    if route_at(fleet, 0) is None:
+        return None
+    return max(_info(engine).max_model_len for engine in fleet.engines if engine.is_routable)
+
+
 def max_pool_tokens(route: Route) -> int:
     """The tokens that fit into the KV pool of the engine that decodes."""
     info = _info(route.engines[-1])

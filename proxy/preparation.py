@@ -5,13 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proxy.engines import EngineDirectory
-from proxy.errors import BadRequest, NotServing, UnknownModel
+from proxy.errors import BadRequest, ContextExceeded, NotServing, UnknownModel
 from proxy.openai_types import ChatRequest, GenerationRequest, TextRequest
-from proxy.pairing import PairingPolicy, Route, explain_missing_route, max_model_len, max_pool_tokens
+from proxy.pairing import (
+    PairingPolicy,
+    Route,
+    explain_missing_route,
+    longest_model_len,
+    max_model_len,
+    max_pool_tokens,
+)
 from proxy.text_model import TextModel
 from wire.sampling import MAX_SEED, SamplingParams
-
-CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +43,25 @@ class Preparation:
         """One entry per prompt; raises `BadRequest` naming the field, or `NotServing`."""
         if request.model not in self._model_names:
             raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
-        prompts = await self._token_ids(request)
+        max_tokens = longest_model_len(self._directory.snapshot())
+        if max_tokens is None:
+            raise self._not_serving()
+        prompts = await self._token_ids(request, max_tokens)
         return [self._prepare_choice(request, prompt) for prompt in prompts]
 
-    async def _token_ids(self, request: ChatRequest | TextRequest) -> list[tuple[int, ...]]:
+    def _not_serving(self) -> NotServing:
+        reason = explain_missing_route(self._directory.snapshot())
+        return NotServing(f"no engines can serve this request: {reason}")
+
+    async def _token_ids(self, request: ChatRequest | TextRequest, max_tokens: int) -> list[tuple[int, ...]]:
+        text = self._text
         if isinstance(request, ChatRequest):
-            return [await self._text.chat_prompt([message.for_template() for message in request.messages])]
+            messages = [message.for_template() for message in request.messages]
+            return [await text.chat_prompt(messages, max_tokens)]
         return [
-            await self._text.text_prompt(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+            await text.text_prompt(prompt, max_tokens)
+            if isinstance(prompt, str)
+            else self._checked_ids(prompt)
             for prompt in request.prompts()
         ]
 
@@ -65,10 +81,9 @@ class Preparation:
     ) -> PreparedChoice:
         if not prompt_token_ids:
             raise BadRequest("the prompt is empty", param=prompt_field(request), code="invalid_value")
-        fleet = self._directory.snapshot()
-        route = self._policy.choose(fleet)
+        route = self._policy.choose(self._directory.snapshot())
         if route is None:
-            raise NotServing(f"no engines can serve this request: {explain_missing_route(fleet)}")
+            raise self._not_serving()
         max_tokens = _max_tokens(request, len(prompt_token_ids), route)
         return PreparedChoice(prompt_token_ids, _sampling(request, max_tokens), route)
 
@@ -81,22 +96,16 @@ def _max_tokens(request: ChatRequest | TextRequest, num_prompt_tokens: int, rout
     """What the client asked for, or all that is left; `BadRequest` when it does not fit."""
     limit = max_model_len(route)
     if num_prompt_tokens >= limit:
-        raise BadRequest(
-            f"this model's maximum context length is {limit} tokens, and the prompt alone has "
-            f"{num_prompt_tokens}; please shorten it",
-            param=prompt_field(request),
-            code=CONTEXT_EXCEEDED,
-        )
+        raise ContextExceeded.of_prompt(prompt_field(request), limit, num_prompt_tokens)
     name, asked = _asked_max_tokens(request)
     if asked is None:
         in_pool = max(1, max_pool_tokens(route) - num_prompt_tokens)
         return min(limit - num_prompt_tokens, in_pool)
     if num_prompt_tokens + asked > limit:
-        raise BadRequest(
+        raise ContextExceeded(
             f"{name} is too large: this model's maximum context length is {limit} tokens, and the request "
             f"asks for {num_prompt_tokens + asked} ({num_prompt_tokens} in the prompt, {asked} of {name})",
             param=name,
-            code=CONTEXT_EXCEEDED,
         )
     return asked
 

@@ -159,8 +159,10 @@ class _PairFlow:
             raise
 
     async def _let_prompt_leg_explain(self, failure: EngineFailure) -> None:
-        """The prompt leg, if it ends the request in this time, cancels the caller."""
+        """Where the hand-over failed: the prompt leg, if it ends the request in time, cancels the caller."""
         if self._first_token_is_out.is_set():
+            return
+        if not failure.is_of_handover:
             return
         # A withdrawn hand-over is never the reason itself: the prompt leg has ended, or is about to.
         is_withdrawn = failure.error.code == "handover_withdrawn"

@@ -1,7 +1,7 @@
 """The text side of one model: its template, tokenizer and vocabulary."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tokenizers import Tokenizer
@@ -9,15 +9,23 @@ from tokenizers import Tokenizer
 from model_files.interface import ModelFiles
 from proxy.chat_template import ChatMessage, ChatTemplate
 from proxy.detokenizer import Vocabulary
-from proxy.errors import BadRequest
+from proxy.errors import BadRequest, ContextExceeded
 
-INLINE_CHARS = 4096
+INLINE_CHARS = 1024
 """Texts up to this length (about a millisecond of work) are rendered and tokenized on the event loop."""
 NUM_THREADS = 2
+PROBE_CHARS_PER_TOKEN = 16
+"""Ordinary text has about 4 characters a token."""
+
+TokenIds = tuple[int, ...]
 
 
 class TextModel:
-    """Turns messages and texts into token ids; `vocabulary` turns ids back."""
+    """Turns messages and texts into token ids; `vocabulary` turns ids back.
+
+    A prompt that is surely longer than `max_tokens` raises `ContextExceeded` without being tokenized whole,
+    which would take seconds and hundreds of megabytes for a body of a few; shorter ones are not checked here.
+    """
 
     def __init__(
         self,
@@ -48,27 +56,35 @@ class TextModel:
         model.vocab_size = max(model.vocab_size, config.vocab_size)
         return model
 
-    async def chat_prompt(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    async def chat_prompt(self, messages: Sequence[ChatMessage], max_tokens: int) -> TokenIds:
         if self.template is None:
             raise BadRequest(
                 f"the model {self.name} has no chat template; use /v1/completions", param="messages"
             )
-        template, num_chars = self.template, sum(len(message["content"]) for message in messages)
-        if num_chars <= INLINE_CHARS:
-            return self._encode(template.render(messages), add_special_tokens=False)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: self._encode(template.render(messages), add_special_tokens=False)
-        )
+        template = self.template
 
-    async def text_prompt(self, text: str) -> tuple[int, ...]:
-        if len(text) <= INLINE_CHARS:
-            return self._encode(text, add_special_tokens=True)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: self._encode(text, add_special_tokens=True))
+        def work() -> TokenIds:
+            return self._encode(template.render(messages), "messages", max_tokens)
+
+        return await self._run(work, sum(len(message["content"]) for message in messages))
+
+    async def text_prompt(self, text: str, max_tokens: int) -> TokenIds:
+        return await self._run(lambda: self._encode(text, "prompt", max_tokens), len(text))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    async def _run(self, work: Callable[[], TokenIds], num_chars: int) -> TokenIds:
+        if num_chars <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode(self, text: str, field: str, max_tokens: int) -> TokenIds:
+        """A chat template writes its special tokens itself; a plain text gets the tokenizer's own."""
+        add_special_tokens = field == "prompt"
+        num_probed = max_tokens * PROBE_CHARS_PER_TOKEN
+        if len(text) > num_probed:
+            num_tokens = len(self.tokenizer.encode(text[:num_probed], add_special_tokens=False).ids)
+            if num_tokens > 2 * max_tokens:
+                raise ContextExceeded.of_prompt(field, max_tokens, f"more than {num_tokens // 2}")
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -8,14 +8,16 @@ from shared_scheduler.block_manager import AllocStatus, BlockManager
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.copies import Copies
 from shared_scheduler.errors import ConfigError, CorruptionError, GroupError, RequestError, SchedulerError
+from shared_scheduler.flops import FlopsEstimator, ModelShape, StepFlops
 from shared_scheduler.outputs import FirstToken, SchedulerOutputs, StepResults
 from shared_scheduler.scheduler import Scheduler
 from shared_scheduler.sequence import Sequence
 from shared_scheduler.status import SequenceStatus
-from shared_scheduler.voting import GroupVote, SingleRank
+from shared_scheduler.voting import GroupVote, SingleRank, ThreadGroup
 
 __all__ = [
-    "AllocStatus", "Batch", "BlockManager", "ConfigError", "Copies", "CorruptionError", "EngineType", "FirstToken",
-    "GroupError", "GroupVote", "RequestError", "Scheduler", "SchedulerConfig", "SchedulerError", "SchedulerOutputs",
-    "Sequence", "SequenceStatus", "SingleRank", "StepResults",
+    "AllocStatus", "Batch", "BlockManager", "ConfigError", "Copies", "CorruptionError", "EngineType",
+    "FirstToken", "FlopsEstimator", "GroupError", "GroupVote", "ModelShape", "RequestError", "Scheduler",
+    "SchedulerConfig", "SchedulerError", "SchedulerOutputs", "Sequence", "SequenceStatus", "SingleRank",
+    "StepFlops", "StepResults", "ThreadGroup",
 ]  # fmt: skip

@@ -1,9 +1,10 @@
 """The arrays a worker takes, built from rows; a decode step touches no sequence object."""
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from shared_scheduler.block_manager import BlockManager
 from shared_scheduler.errors import CorruptionError
@@ -27,6 +28,7 @@ class Batch:
     """
 
     is_prompt: bool
+    block_size: int
     token_ids: Int32Array
     positions: Int32Array
     slot_mapping: Int32Array
@@ -44,6 +46,37 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.size)
+
+    def resolve_inputs(
+        self, sampled: npt.NDArray[np.integer], num_rejected: Int32Array | None = None
+    ) -> "Batch":
+        """The batch with its missing first tokens filled in from the previous step's results.
+
+        `sampled[j]` and `num_rejected[j]` belong to row j of the previous batch; a rejected draft moves
+        the rows that follow it back by one position.
+        """
+        waits = self.input_from_previous >= 0
+        source = self.input_from_previous[waits]
+        first = (np.cumsum(self.seqlens_q) - self.seqlens_q)[waits]
+        token_ids = self.token_ids.copy()
+        token_ids[first] = sampled[source]
+        resolved = replace(self, token_ids=token_ids, input_from_previous=np.full(waits.size, -1, np.int32))
+        return resolved if num_rejected is None else resolved._moved_back(waits, first, num_rejected[source])
+
+    def _moved_back(
+        self, rows: npt.NDArray[np.bool_], first: npt.NDArray[np.integer], by: Int32Array
+    ) -> "Batch":
+        positions, slots = self.positions.copy(), self.slot_mapping.copy()
+        lengths, indices = self.seqlens_k.copy(), self.output_indices.copy()
+        positions[first] -= by
+        lengths[rows] -= by
+        indices[rows] -= by
+        at = positions[first]
+        in_block = at % self.block_size
+        slots[first] = self.block_tables[rows, at // self.block_size] * self.block_size + in_block
+        return replace(
+            self, positions=positions, slot_mapping=slots, seqlens_k=lengths, output_indices=indices
+        )
 
 
 class BatchBuilder:
@@ -77,6 +110,7 @@ class BatchBuilder:
         count = int(seqlens_q.size)
         return Batch(
             is_prompt=True,
+            block_size=self._block_size,
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,
@@ -106,6 +140,7 @@ class BatchBuilder:
         max_k = int(seqlens_k.max())
         return Batch(
             is_prompt=False,
+            block_size=self._block_size,
             token_ids=token_ids,
             positions=positions,
             slot_mapping=self._one_slot_each(rows, positions, max_k),
@@ -117,15 +152,28 @@ class BatchBuilder:
             input_from_previous=input_from_previous,
         )
 
-    def verify(
-        self,
-        rows: RowIndices,
-        num_drafts: Int32Array,
-        sequences: Many[Sequence],
-        previous_rows: RowIndices | None,
-    ) -> Batch:
-        """Like `decode`, with each sequence's drafts behind its token; their slots are already there."""
-        raise NotImplementedError
+    def verify(self, sequences: Many[Sequence], rows: RowIndices, previous_rows: RowIndices | None) -> Batch:
+        """Like `decode`, with each sequence's drafts behind its newest token."""
+        single = self.decode(rows, previous_rows)
+        drafts = [sequence.draft.token_ids for sequence in sequences]
+        seqlens_q = np.array([1 + len(ids) for ids in drafts], np.int32)
+        first = np.cumsum(seqlens_q) - seqlens_q
+        owner = np.repeat(np.arange(rows.size), seqlens_q)
+        positions = single.positions[owner] + (np.arange(owner.size) - first[owner]).astype(np.int32)
+        token_ids = np.empty(owner.size, np.int32)
+        token_ids[first] = single.token_ids
+        token_ids[np.flatnonzero(np.arange(owner.size) != first[owner])] = [i for ids in drafts for i in ids]
+        seqlens_k = single.positions + seqlens_q
+        max_k = int(seqlens_k.max())
+        return replace(
+            single,
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=self._one_slot_each(rows[owner], positions, max_k),
+            seqlens_q=seqlens_q,
+            seqlens_k=seqlens_k,
+            block_tables=self._gather_tables(rows, max_k),
+        )
 
     def _one_slot_each(self, rows: RowIndices, positions: Int32Array, max_k: int) -> Int32Array:
         tables, size = self._rows.tables, self._block_size
@@ -135,13 +183,16 @@ class BatchBuilder:
         in_table = positions // size
         block_ids = tables.reshape(-1)[rows * width + in_table]
         self._check_writable(block_ids)
-        return (block_ids - in_table) * size + positions
+        slots: Int32Array = (block_ids - in_table) * size + positions
+        return slots
 
     def _slots(self, row: int, start: int, end: int) -> Int32Array:
         size = self._block_size
         first, last = start // size, -(-end // size)
         if last > self._rows.num_blocks[row]:
-            raise CorruptionError(f"row {row} writes position {end - 1} with {self._rows.num_blocks[row]} blocks")
+            raise CorruptionError(
+                f"row {row} writes position {end - 1} with {self._rows.num_blocks[row]} blocks"
+            )
         block_ids = self._rows.tables[row, first:last]
         slots: Int32Array = np.add.outer(block_ids * size, self._offsets).reshape(-1)
         return slots[start - first * size : end - first * size]

@@ -27,9 +27,15 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, name: str = "block") -> None:
         if num_blocks < 2:
-            raise ConfigError(f"a {name} pool needs at least 2 entries (0 is the null {name}), got {num_blocks}")
+            raise ConfigError(
+                f"a {name} pool needs at least 2 entries (0 is the null {name}), got {num_blocks}"
+            )
         self._name = name
         self._num_blocks = num_blocks
+        self._fill()
+
+    def _fill(self) -> None:
+        num_blocks = self._num_blocks
         self._ring = np.arange(1, num_blocks, dtype=np.int32)
         self._head = 0
         self._num_free = num_blocks - 1
@@ -103,7 +109,7 @@ class BlockManager:
         """Forget the order of reuse; refused while anything is held."""
         if self._num_free != self.num_usable:
             raise CorruptionError(f"{self.num_usable - self._num_free} {self._name}s are held at reset")
-        self.__init__(self._num_blocks, self._name)  # type: ignore[misc]
+        self._fill()
 
     def counts(self) -> npt.NDArray[np.int32]:
         """Owners of every block, int32[num_blocks]; a copy."""

@@ -102,6 +102,11 @@ class SchedulerConfig:
     def digest(self) -> int:
         """A 62-bit digest of `digest_fields`, the same on every machine."""
         text = "\n".join(f"{name}={value}" for name, value in self.digest_fields().items())
+        return self.hash_text(text)
+
+    @staticmethod
+    def hash_text(text: str) -> int:
+        """62 bits of a text."""
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
     def _check_ranges(self) -> None:
@@ -110,48 +115,55 @@ class SchedulerConfig:
             "prefill_attempt_interval", "prefill_any_attempt_interval",
         )  # fmt: skip
         for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("lookahead_tokens", "max_num_draft_tokens", "remote_growth_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.num_blocks < 2:
-            raise ConfigError(f"num_blocks must be at least 2 (block 0 is the null block), got {self.num_blocks}")
-        if not 0.0 < self.prefill_watermark <= 1.0:
-            raise ConfigError(f"prefill_watermark must be above 0 and at most 1, got {self.prefill_watermark}")
-        if self.num_state_slots is not None and self.num_state_slots < 2:
-            raise ConfigError(
-                f"num_state_slots={self.num_state_slots} leaves a stateful model without a usable slot (slot 0 is"
-                " the null slot): raise num_state_slots to at least 2, or set it to None for a model without state"
-            )
-        if self.prefill_max_sum_seqlen_k is not None and self.prefill_max_sum_seqlen_k < 1:
-            raise ConfigError(f"prefill_max_sum_seqlen_k must be at least 1, got {self.prefill_max_sum_seqlen_k}")
+            _require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
+        _require(
+            self.num_blocks >= 2,
+            f"num_blocks must be at least 2 (block 0 is the null block), got {self.num_blocks}",
+        )
+        _require(
+            0.0 < self.prefill_watermark <= 1.0,
+            f"prefill_watermark must be above 0 and at most 1, got {self.prefill_watermark}",
+        )
+        _require(
+            self.num_state_slots is None or self.num_state_slots >= 2,
+            f"num_state_slots={self.num_state_slots} leaves a stateful model without a usable slot (slot 0 is"
+            " the null slot): raise num_state_slots to at least 2, or set None for a model without state",
+        )
+        _require(
+            self.prefill_max_sum_seqlen_k is None or self.prefill_max_sum_seqlen_k >= 1,
+            f"prefill_max_sum_seqlen_k must be at least 1, got {self.prefill_max_sum_seqlen_k}",
+        )
 
     def _check_contradictions(self) -> None:
-        if self.engine_type is EngineType.COMPLETION and not self.stop_preempted_request:
-            raise ConfigError(
-                "engine_type=completion with stop_preempted_request=False: a completion engine has no prefill"
-                " channel and cannot recompute; set stop_preempted_request=True"
-            )
-        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len={self.max_model_len}"
-                " without chunked prefill: raise max_num_batched_tokens or set chunked_prefill=True"
-            )
-        aligned = self.max_num_batched_tokens // self.cut_alignment * self.cut_alignment
-        if aligned < self.min_chunk:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} holds no chunk of lookahead_tokens="
-                f"{self.lookahead_tokens} aligned to {self.cut_alignment} (cp_size={self.cp_size}):"
-                " raise max_num_batched_tokens"
-            )
-        if self.image_start_token_id is not None and self.image_pad_token_id is None:
-            raise ConfigError(
-                f"image_start_token_id={self.image_start_token_id} without image_pad_token_id: set both or none"
-            )
-        needed = self.max_model_len + 2 * self.max_num_draft_tokens
-        if self.position_limit < needed:
-            raise ConfigError(
-                f"runtime_max_model_len={self.runtime_max_model_len} is below max_model_len={self.max_model_len}"
-                f" + 2 * max_num_draft_tokens={self.max_num_draft_tokens}: raise runtime_max_model_len"
-            )
+        budget, limit = self.max_num_batched_tokens, self.max_model_len
+        _require(
+            self.engine_type is not EngineType.COMPLETION or self.stop_preempted_request,
+            "engine_type=completion with stop_preempted_request=False: a completion engine has no prefill"
+            " channel and cannot recompute; set stop_preempted_request=True",
+        )
+        _require(
+            self.chunked_prefill or budget >= limit,
+            f"max_num_batched_tokens={budget} is below max_model_len={limit} without chunked prefill:"
+            " raise max_num_batched_tokens or set chunked_prefill=True",
+        )
+        _require(
+            budget // self.cut_alignment * self.cut_alignment >= self.min_chunk,
+            f"max_num_batched_tokens={budget} holds no chunk of lookahead_tokens={self.lookahead_tokens}"
+            f" aligned to {self.cut_alignment} (cp_size={self.cp_size}): raise max_num_batched_tokens",
+        )
+        _require(
+            self.image_start_token_id is None or self.image_pad_token_id is not None,
+            f"image_start_token_id={self.image_start_token_id} without image_pad_token_id: set both or none",
+        )
+        _require(
+            self.position_limit >= limit + 2 * self.max_num_draft_tokens,
+            f"runtime_max_model_len={self.runtime_max_model_len} is below max_model_len={limit}"
+            f" + 2 * max_num_draft_tokens={self.max_num_draft_tokens}: raise runtime_max_model_len",
+        )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

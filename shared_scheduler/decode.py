@@ -8,12 +8,11 @@ import numpy.typing as npt
 
 from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.config import SchedulerConfig
-from shared_scheduler.drafts import InfoSlots
+from shared_scheduler.drafts import DraftChooser, InfoSlots
 from shared_scheduler.holdings import Holdings
-from shared_scheduler.prefill import FORK_MARK
 from shared_scheduler.queues import Queues
 from shared_scheduler.rows import Int32Array, RowIndices
-from shared_scheduler.sequence import Sequence
+from shared_scheduler.sequence import FORK_MARK, Sequence
 from shared_scheduler.status import SequenceStatus
 
 NO_ROWS: RowIndices = np.empty(0, np.intp)
@@ -31,8 +30,7 @@ class DecodePlan:
     """Rows of one decode step, longest sequence first, and those that ended on the way."""
 
     rows: RowIndices = field(default_factory=lambda: NO_ROWS)
-    num_drafts: Int32Array | None = None
-    """Drafts to verify per row; None: no row has any."""
+    has_drafts: bool = False
     finished: list[Sequence] = field(default_factory=list)
     ignored: list[Sequence] = field(default_factory=list)
 
@@ -49,41 +47,57 @@ class DecodePlanner:
         queues: Queues,
         holdings: Holdings,
         info_slots: InfoSlots,
+        drafts: DraftChooser,
         order: DescendingOrder = stable_descending,
     ) -> None:
         self._config = config
         self._queues = queues
         self._holdings = holdings
         self._info_slots = info_slots
+        self._drafts = drafts
         self._order = order
         self._like_reference = not config.preempt_only_on_need
 
     def plan(self, is_overlapped: bool) -> DecodePlan:
         """`is_overlapped`: the results of an earlier step are not back yet."""
         plan = DecodePlan()
-        swept = self._sweep(plan)
         if not self._like_reference:
-            self._end(swept, plan)
+            self._fill(plan, is_overlapped)
+            return plan
+        # The reference keeps what has finished in `running` until here, and its engine takes it apart only
+        # after the step has been decided.
+        swept = self._queues.sweep_running()
         self._fill(plan, is_overlapped)
-        if self._like_reference:
-            # Its engine takes finished sequences apart only after the step has been decided.
-            self._end(swept, plan)
+        for sequence in swept:
+            if self._queues.end_queued(sequence):
+                plan.finished.append(sequence)
         return plan
 
     def _fill(self, plan: DecodePlan, is_overlapped: bool) -> None:
-        self._admit_prompted(plan, is_overlapped)
+        queues = self._queues
+        while True:
+            self._admit_prompted()
+            self._fill_from_running(plan, is_overlapped)
+            if plan.rows.size or is_overlapped or not queues.prompted or self._can_prompts_progress():
+                return
+            # Only pins of forks fill the pools: the youngest gives way, or nothing would ever move.
+            self._preempt(queues.prompted.pop(), plan)
+
+    def _fill_from_running(self, plan: DecodePlan, is_overlapped: bool) -> None:
         queues, rows = self._queues, self._holdings.rows
-        if not queues.num_running:
-            return
         if not (queues.running_is_ordered or self._like_reference):
             self._put_in_order()
         candidates = queues.running
-        if is_overlapped:
+        if is_overlapped and candidates.size:
             may_continue = self._may_continue(candidates)
             candidates = candidates if may_continue.all() else candidates[may_continue]
         if not candidates.size:
             return
-        reach = rows.num_tokens[candidates] + rows.inflight[candidates] if is_overlapped else rows.num_tokens[candidates]
+        if queues.has_drafts:
+            self._drafts.trim(rows.owners[candidates].tolist())
+        reach = rows.num_tokens[candidates]
+        if is_overlapped:
+            reach += rows.inflight[candidates]
         if self._grow_all(candidates, reach):
             plan.rows = candidates
         else:
@@ -98,55 +112,30 @@ class DecodePlanner:
 
     # ----- who is there
 
-    def _sweep(self, plan: DecodePlan) -> list[Sequence]:
-        """Take the ended out of the queues; returns those that were running."""
-        queues = self._queues
-        if not (queues.has_marked or self._like_reference):
-            return []
-        queues.has_marked = False
-        plan.finished += queues.sweep_prompted()
-        plan.ignored += queues.sweep_waiting()
-        return queues.sweep_running()
-
-    def _end(self, swept: list[Sequence], plan: DecodePlan) -> None:
-        plan.finished += [sequence for sequence in swept if self._queues.end_queued(sequence)]
-        for sequence in swept:
-            self._info_slots.give_back(sequence)
-
     def _has_place(self) -> bool:
         return self._queues.num_running + self._queues.num_joining < self._config.max_num_seqs
 
     def _can_make_writable(self, sequence: Sequence) -> bool:
-        if not sequence.schedule.branch_id.startswith(FORK_MARK):
+        if not sequence.is_unadmitted_fork:
             return True
         holdings = self._holdings
         missing = max(holdings.num_missing(sequence), 0)
         return holdings.can_hold(missing, holdings.num_missing_slots(sequence)) is AllocStatus.OK
 
-    def _admit_prompted(self, plan: DecodePlan, is_overlapped: bool) -> None:
+    def _admit_prompted(self) -> None:
         queues = self._queues
-        admitted = []
-        while queues.prompted and self._has_place():
-            sequence = queues.prompted[0]
-            if not self._can_make_writable(sequence):
-                if not admitted and not is_overlapped and not self._can_others_progress():
-                    # Only pins of forks fill the pool: the first one gives way, or nothing would ever move.
-                    queues.prompted.popleft()
-                    self._preempt(sequence, plan)
-                    continue
-                break
-            queues.prompted.popleft()
-            if sequence.schedule.branch_id.startswith(FORK_MARK):
+        while queues.prompted and self._has_place() and self._can_make_writable(queues.prompted[0]):
+            sequence = queues.prompted.popleft()
+            if sequence.is_unadmitted_fork:
                 sequence.schedule.branch_id = sequence.schedule.branch_id.removeprefix(FORK_MARK)
                 self._holdings.make_writable(sequence)
             sequence.schedule.status = SequenceStatus.RUNNING
             self._info_slots.take(sequence)
-            admitted.append(sequence)
             queues.join_running([sequence])
 
-    def _can_others_progress(self) -> bool:
-        queues = self._queues
-        return bool(queues.num_running or queues.num_joining) or any(s.holds_blocks for s in queues.waiting)
+    def _can_prompts_progress(self) -> bool:
+        """Is a prompt step in flight, or does a half-computed prompt hold all it needs?"""
+        return bool(self._queues.num_joining) or any(s.holds_blocks for s in self._queues.waiting)
 
     def _put_in_order(self) -> None:
         rows, running = self._holdings.rows, self._queues.running
@@ -170,7 +159,7 @@ class DecodePlanner:
         room = rows.num_blocks[candidates] * self._config.block_size
         must_grow = reach > room
         num_new = int(np.count_nonzero(must_grow))
-        if num_new > blocks.num_free or (blocks.num_shared and self._writes_shared(candidates, reach)):
+        if num_new > blocks.num_free or self._writes_shared(candidates, reach):
             return False
         if num_new:
             growing = candidates[must_grow]
@@ -181,7 +170,12 @@ class DecodePlanner:
         return True
 
     def _writes_shared(self, candidates: RowIndices, reach: Int32Array) -> bool:
-        rows, blocks = self._holdings.rows, self._holdings.blocks
+        """Must some row get a private copy of its tail block or of its state first?"""
+        rows, blocks, states = self._holdings.rows, self._holdings.blocks, self._holdings.states
+        if states is not None and states.num_shared and states.max_count(rows.state_slot[candidates]) > 1:
+            return True
+        if not blocks.num_shared:
+            return False
         at = np.minimum((reach - 1) // self._config.block_size, rows.num_blocks[candidates] - 1)
         return blocks.max_count(rows.tables[candidates, at]) > 1
 
@@ -204,8 +198,9 @@ class DecodePlanner:
                 preempted.append(victim.row)
                 coming += self._preempt(victim, plan)
             if self._is_available(needed):
-                self._holdings.make_writable(sequence)
-                scheduled.append(sequence)
+                if self._has_slot_for(sequence):
+                    self._holdings.make_writable(sequence)
+                    scheduled.append(sequence)
             elif not self._is_available(needed, coming):
                 preempted.append(sequence.row)
                 coming += self._preempt(sequence, plan)
@@ -213,15 +208,16 @@ class DecodePlanner:
         order = self._order(lengths)
         scheduled_rows = np.array([s.row for s in scheduled], np.intp)
         plan.rows = scheduled_rows[order]
-        if self._queues.has_drafts:
-            plan.num_drafts = np.array([len(scheduled[i].draft.token_ids) for i in order.tolist()], np.int32)
+        # A step after one with drafts comes here too: rejected drafts leave blocks to give back.
+        queues.has_drafts = plan.has_drafts = any(s.draft.token_ids for s in scheduled)
         # Those that only sit this step out stay in `running`.
-        left = queues.running[~np.isin(queues.running, np.concatenate([plan.rows, np.array(preempted, np.intp)]))]
+        dealt_with = np.concatenate([plan.rows, np.array(preempted, np.intp)])
+        left = queues.running[~np.isin(queues.running, dealt_with)]
         queues.running = np.concatenate([plan.rows, left])
-        queues.running_is_ordered = left.size == 0 and plan.num_drafts is None
+        queues.running_is_ordered = left.size == 0 and not plan.has_drafts
 
     def _blocks_wanted(self, sequence: Sequence) -> int:
-        """Free blocks that must be there for this sequence to go on. Drafts are dropped before anyone is hurt."""
+        """Free blocks this sequence needs to go on. Its drafts are dropped before anyone is hurt."""
         missing = self._holdings.num_missing(sequence)
         if missing > self._holdings.blocks.num_free and sequence.draft.token_ids:
             sequence.draft.clear()
@@ -231,10 +227,16 @@ class DecodePlanner:
     def _is_available(self, num_blocks: int, num_coming: int = 0) -> bool:
         return num_blocks <= self._holdings.blocks.num_free + num_coming
 
+    def _has_slot_for(self, sequence: Sequence) -> bool:
+        """False: its state is shared with a fork and there is no slot for a copy; it sits this step out."""
+        states = self._holdings.states
+        return states is None or self._holdings.num_missing_slots(sequence) <= states.num_free
+
     def _preempt(self, sequence: Sequence, plan: DecodePlan) -> int:
         """End it or put it back to be computed again. Returns the blocks that come back only with results."""
         queues = self._queues
         self._info_slots.give_back(sequence)
+        self._holdings.give_back_unused_pin(sequence)
         if self._config.stop_preempted_request or sequence.structured.started:
             sequence.finish(SequenceStatus.FINISHED_PREEMPTED)
             if queues.report(sequence):
@@ -247,5 +249,6 @@ class DecodePlanner:
             return int(np.count_nonzero(self._holdings.blocks.counts()[sequence.cache.block_table] == 1))
         self._holdings.release(sequence)
         if not sequence.is_finished:
+            sequence.schedule.branch_id = sequence.schedule.branch_id.removeprefix(FORK_MARK)
             sequence.reset_for_recompute()
         return 0

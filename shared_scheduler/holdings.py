@@ -86,6 +86,10 @@ class Holdings:
         slot = sequence.cache.state_id
         return int(slot is None or self.states.count(slot) > 1)
 
+    def is_shared(self, sequence: Sequence) -> bool:
+        """Must something be copied before this sequence may write?"""
+        return self._shared_tail(sequence) is not None or self.num_missing_slots(sequence) > 0
+
     def make_writable(self, sequence: Sequence) -> None:
         """Fit the table exactly to the need and own alone what the next step writes; ask first."""
         self._own_state(sequence)
@@ -98,7 +102,9 @@ class Holdings:
             self.blocks.free(self.rows.cut_blocks(row, needed))
 
     def give_back_unused_pin(self, sequence: Sequence) -> None:
-        """A fork that ended before it was admitted: its pins go back, nothing is copied (dst 0)."""
+        """A fork that ends before it was admitted: its pins go back, nothing is copied (dst 0)."""
+        if not (sequence.is_unadmitted_fork and sequence.holds_blocks):
+            return
         tail = self._shared_tail(sequence)
         if tail is not None:
             self._copies.clone_blocks.append((int(self.rows.tables[sequence.row, tail]), 0))

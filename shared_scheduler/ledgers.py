@@ -23,7 +23,8 @@ class CacheLedger:
     """
 
     __slots__ = (
-        "_num_tokens", "_row", "_rows", "block_size", "hit_tokens", "last_copied_state_token", "swa_valid_start",
+        "_num_tokens", "_row", "_rows", "block_size", "hit_tokens", "last_copied_state_token",
+        "swa_valid_start",
     )  # fmt: skip
 
     def __init__(self, block_size: int) -> None:
@@ -89,7 +90,9 @@ class CacheLedger:
 class ScheduleLedger:
     """Status, cut points and in-flight tokens. At most one step is in flight behind the one being built."""
 
-    __slots__ = ("_row", "_rows", "branch_id", "chunk_checkpoints", "chunked_rest_len", "schedulable", "status")
+    __slots__ = (
+        "_row", "_rows", "branch_id", "chunk_checkpoints", "chunked_rest_len", "schedulable", "status",
+    )  # fmt: skip
 
     def __init__(self, schedulable: bool, branch_id: str, chunk_checkpoints: Iterable[int]) -> None:
         self.status = SequenceStatus.WAITING
@@ -134,7 +137,9 @@ class ScheduleLedger:
 class DraftLedger:
     """Proposed continuations: ids to verify in the next step, and how past ones fared."""
 
-    __slots__ = ("accepted_token_ids", "confidences", "info_slot", "num_accepted", "num_proposed", "token_ids")
+    __slots__ = (
+        "accepted_token_ids", "confidences", "info_slot", "num_accepted", "num_proposed", "token_ids",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.token_ids: tuple[int, ...] = ()

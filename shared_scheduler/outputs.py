@@ -17,8 +17,8 @@ Int64Array = npt.NDArray[np.int64]
 class SchedulerOutputs:
     """One step. `sequences`, `rows` and `seqlens_q` are in the same order.
 
-    `finished` and `ignored` ended outside a step's results (swept aborts; dead, over-long or preempted
-    ones); each sequence is reported once in its life, there or in `StepResults.finished`.
+    `finished` (aborted or failed by mark) and `ignored` (can never fit, or preempted) ended outside a step's
+    results. Each sequence is reported once in its life: there, or in `StepResults.finished`.
     """
 
     step_id: int

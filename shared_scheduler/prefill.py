@@ -8,11 +8,8 @@ from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.drafts import InfoSlots
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.queues import Queues
-from shared_scheduler.sequence import Sequence
+from shared_scheduler.sequence import FORK_MARK, Sequence
 from shared_scheduler.status import SequenceStatus
-
-FORK_MARK = "_"
-"""First letter of the branch id of a fork that has not been admitted yet."""
 
 
 @dataclass(slots=True)
@@ -33,7 +30,9 @@ class PromptPlan:
 class PromptPlanner:
     """Fills a prompt step from the head of `waiting`; a limit that the head does not pass ends the step."""
 
-    def __init__(self, config: SchedulerConfig, queues: Queues, holdings: Holdings, info_slots: InfoSlots) -> None:
+    def __init__(
+        self, config: SchedulerConfig, queues: Queues, holdings: Holdings, info_slots: InfoSlots
+    ) -> None:
         self._config = config
         self._queues = queues
         self._holdings = holdings
@@ -61,7 +60,7 @@ class PromptPlanner:
                 break
             status = AllocStatus.NEVER if self._is_too_long(sequence) else self._can_hold(sequence)
             if status is AllocStatus.NEVER:
-                # Before the cap on sequences, as the recordings show: a hopeless head must not hold up the queue.
+                # Before the cap on sequences, as the recordings show: a hopeless head holds nobody up.
                 sequence.finish(SequenceStatus.FINISHED_IGNORED)
                 self._drop_head(plan)
                 continue
@@ -121,15 +120,17 @@ class PromptPlanner:
         return chunk_length(tokens, start, room, self._rules, checkpoint)
 
     def _take_head(self, plan: PromptPlan, length: int) -> bool:
-        """Side effects of admission: blocks, slots, status, ledgers. True if it is the prompt's last chunk."""
+        """Side effects of admission: blocks, slots, status, ledgers. True: the prompt's last chunk."""
         sequence = self._queues.waiting.popleft()
         schedule = sequence.schedule
         assert schedule.status is SequenceStatus.WAITING, f"{sequence!r} was in waiting"
         if not sequence.holds_blocks:
             self._holdings.attach(sequence, sequence.num_blocks_needed())
-        elif schedule.branch_id.startswith(FORK_MARK):
+        elif sequence.is_unadmitted_fork:
             schedule.branch_id = schedule.branch_id.removeprefix(FORK_MARK)
             plan.num_cached_tokens += sequence.cache.hit_tokens
+            self._holdings.make_writable(sequence)
+        elif self._holdings.is_shared(sequence):
             self._holdings.make_writable(sequence)
         schedule.chunked_rest_len = sequence.num_tokens - sequence.cache.num_tokens - length
         is_last = schedule.chunked_rest_len == 0
@@ -146,7 +147,6 @@ class PromptPlanner:
 
     def _drop_head(self, plan: PromptPlan) -> None:
         sequence = self._queues.waiting.popleft()
-        if sequence.schedule.branch_id.startswith(FORK_MARK) and sequence.holds_blocks:
-            self._holdings.give_back_unused_pin(sequence)
+        self._holdings.give_back_unused_pin(sequence)
         if self._queues.end_queued(sequence):
             plan.ignored.append(sequence)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shared_scheduler.drafts import InfoSlots
 from shared_scheduler.errors import RequestError
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.rows import RowIndices
@@ -28,8 +29,9 @@ from shared_scheduler.status import SequenceStatus
 class Queues:
     """The queues of one scheduler."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: Holdings, info_slots: InfoSlots) -> None:
         self._holdings = holdings
+        self._info_slots = info_slots
         self.waiting: deque[Sequence] = deque()
         self.prompted: deque[Sequence] = deque()
         self.running: RowIndices = np.empty(0, np.intp)
@@ -45,6 +47,8 @@ class Queues:
         """Something may have ended by mark since the last sweep."""
         self.has_drafts = False
         """Some running sequence may have drafts to verify."""
+        self.expects_first_tokens = False
+        """Some fork may get its first output token from a decode step."""
         self.num_with_stop_ids = 0
         self.last_step_id = -1
         self.disturbed_step_id = -1
@@ -87,30 +91,30 @@ class Queues:
             gone = np.array([sequence.row for sequence in sequences], np.intp)
             self.running = self.running[~np.isin(self.running, gone)]
 
+    def sweep_marked(self) -> list[Sequence]:
+        """Take everything that ended by mark out of every queue; returns those to be reported."""
+        self.has_marked = False
+        dead = [
+            sequence for queue in (self.prompted, self.waiting) for sequence in queue if sequence.is_finished
+        ]
+        if dead:
+            self.prompted = deque(sequence for sequence in self.prompted if not sequence.is_finished)
+            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_finished)
+        for sequence in dead:
+            self._holdings.give_back_unused_pin(sequence)
+        dead += self.sweep_running()
+        return [sequence for sequence in dead if self.end_queued(sequence)]
+
     def sweep_running(self) -> list[Sequence]:
         """Take out of `running` what has ended. The swept still hold what they hold: `end_queued` them."""
         swept = [sequence for sequence in self.running_sequences() if sequence.is_finished]
         self.leave_running(swept)
         return swept
 
-    def sweep_waiting(self) -> list[Sequence]:
-        """Take out dead waiters and what they hold."""
-        dead = [sequence for sequence in self.waiting if sequence.is_finished]
-        if dead:
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_finished)
-        return [sequence for sequence in dead if self.end_queued(sequence)]
-
-    def sweep_prompted(self) -> list[Sequence]:
-        dead = [sequence for sequence in self.prompted if sequence.is_finished]
-        if dead:
-            self.prompted = deque(sequence for sequence in self.prompted if not sequence.is_finished)
-        for sequence in dead:
-            self._holdings.give_back_unused_pin(sequence)
-        return [sequence for sequence in dead if self.end_queued(sequence)]
-
     def end_queued(self, sequence: Sequence) -> bool:
-        """Release a queued sequence that has ended (unless in flight); True if it is to be reported."""
+        """Release a sequence that has ended, unless it is in flight; True if it is to be reported."""
         if not sequence.is_in_flight:
+            self._info_slots.give_back(sequence)
             self._holdings.release(sequence)
         return self.report(sequence)
 
@@ -121,7 +125,8 @@ class Queues:
 
     def check_invariants(self) -> None:
         """A live sequence is in at most one queue, and what is in `running` holds blocks and runs."""
-        queued = [*self.waiting, *self.prompted, *self.remote.values(), *self.held.values(), *self.running_sequences()]
+        queued = [*self.waiting, *self.prompted, *self.remote.values(), *self.held.values()]
+        queued += self.running_sequences()
         names = [id(sequence) for sequence in queued]
         assert len(set(names)) == len(names), "a sequence is in two queues"
         for sequence in self.running_sequences():

@@ -34,7 +34,9 @@ class RemoteArrivals:
 
     def reserve(self, sequence: Sequence, now_s: float) -> AllocStatus:
         if self._config.engine_type is not EngineType.COMPLETION:
-            raise RequestError(f"reserve_remote on a {self._config.engine_type.value} engine: use add_sequence")
+            raise RequestError(
+                f"reserve_remote on a {self._config.engine_type.value} engine: use add_sequence"
+            )
         status = self._can_reserve(sequence)
         if status is AllocStatus.OK:
             self._queues.register(sequence)
@@ -67,7 +69,8 @@ class RemoteArrivals:
         """LATER, too, while it would take the room that one running sequence needs to grow."""
         blocks = self._holdings.blocks
         num_blocks = sequence.num_blocks_needed()
-        if sequence.num_tokens > self._config.max_model_len or self._blocks(sequence.num_tokens + 1) > blocks.num_usable:
+        is_too_long = sequence.num_tokens > self._config.max_model_len
+        if is_too_long or self._blocks(sequence.num_tokens + 1) > blocks.num_usable:
             return AllocStatus.NEVER
         status = self._holdings.can_hold(num_blocks)
         if status is not AllocStatus.OK or blocks.num_free == blocks.num_usable:

@@ -1,5 +1,6 @@
 """What a step's results change: ledgers, tokens, stops, and the queue a sequence goes to next."""
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +31,9 @@ class _Outcome:
 class ResultProcessor:
     """Applies the results of one step at a time, in the order the steps were launched."""
 
-    def __init__(self, config: SchedulerConfig, queues: Queues, holdings: Holdings, info_slots: InfoSlots) -> None:
+    def __init__(
+        self, config: SchedulerConfig, queues: Queues, holdings: Holdings, info_slots: InfoSlots
+    ) -> None:
         self._config = config
         self._queues = queues
         self._holdings = holdings
@@ -51,13 +54,13 @@ class ResultProcessor:
         if outputs.prompt_run:
             return self._process_prompt(outputs, token_ids, now_s)
         if accepted is not None:
-            return self._process_verified(outputs, token_ids, accepted)
-        return self._process_decode(outputs, token_ids, is_overlapped)
+            return self._process_verified(outputs, token_ids, accepted, now_s)
+        return self._process_decode(outputs, token_ids, now_s, is_overlapped)
 
     # ----- decode: one token for every row
 
     def _process_decode(
-        self, outputs: SchedulerOutputs, token_ids: Int64Array, is_overlapped: bool
+        self, outputs: SchedulerOutputs, token_ids: Int64Array, now_s: float, is_overlapped: bool
     ) -> StepResults:
         rows, at, sequences = self._holdings.rows, outputs.rows, outputs.sequences
         self._finish_inflight(at, is_overlapped)
@@ -80,8 +83,9 @@ class ResultProcessor:
         for i in self._suspects(at, num_tokens, token_ids):
             if self.check_stop(sequences[i], int(token_ids[i]), int(num_tokens[i])):
                 finished.append(sequences[i])
+        first_tokens = self._first_of_forks(sequences, now_s) if self._queues.expects_first_tokens else ()
         self._leave(finished, gone)
-        return StepResults(token_ids, num_appended, tuple(finished))
+        return StepResults(token_ids, num_appended, tuple(finished), first_tokens)
 
     def _finish_inflight(self, at: RowIndices, is_overlapped: bool) -> None:
         rows = self._holdings.rows
@@ -108,7 +112,7 @@ class ResultProcessor:
     # ----- decode with drafts: the accepted prefix, then the sampled token
 
     def _process_verified(
-        self, outputs: SchedulerOutputs, token_ids: Int64Array, accepted: Int64Array
+        self, outputs: SchedulerOutputs, token_ids: Int64Array, accepted: Int64Array, now_s: float
     ) -> StepResults:
         outcome = _Outcome()
         gone: list[Sequence] = []
@@ -123,6 +127,7 @@ class ResultProcessor:
             sequence.cache.advance_optimistically(num_launched)
             sequence.cache.commit_processed_tokens(len(prefix) + 1)
             sequence.draft.record(prefix, num_launched - 1)
+            self._note_first_token(sequence, now_s, outcome)
             self._append(sequence, [*prefix, int(token_ids[i])], outcome)
         self._queues.running_is_ordered = False
         self._leave(outcome.finished, gone)
@@ -146,8 +151,7 @@ class ResultProcessor:
                 outcome.num_appended.append(0)
                 outcome.middle_chunks.append(sequence)
                 continue
-            if sequence.num_output_tokens == 0:
-                outcome.first_tokens.append(FirstToken(sequence, now_s - sequence.arrival_s))
+            self._note_first_token(sequence, now_s, outcome)
             self._append(sequence, [int(token_ids[i])], outcome)
             complete.append(sequence)
         self._queues.waiting.extendleft(reversed(outcome.middle_chunks))
@@ -168,6 +172,17 @@ class ResultProcessor:
 
     # ----- any
 
+    def _note_first_token(self, sequence: Sequence, now_s: float, outcome: _Outcome) -> None:
+        if sequence.num_output_tokens == 0:
+            outcome.first_tokens.append(FirstToken(sequence, now_s - sequence.arrival_s))
+
+    def _first_of_forks(self, sequences: Many[Sequence], now_s: float) -> tuple[FirstToken, ...]:
+        """Forks that began without output of their own have it now."""
+        self._queues.expects_first_tokens = any(
+            sequence.num_output_tokens == 0 for sequence in self._queues.by_id.values()
+        )
+        return tuple(FirstToken(s, now_s - s.arrival_s) for s in sequences if s.num_output_tokens == 1)
+
     def _append(self, sequence: Sequence, token_ids: list[int], outcome: _Outcome) -> None:
         """Append one at a time, so that nothing follows the token that ends the sequence."""
         count = 0
@@ -181,13 +196,14 @@ class ResultProcessor:
         outcome.num_appended.append(count)
 
     def check_stop(self, sequence: Sequence, token_id: int, num_tokens: int) -> bool:
-        """True if the newest token ends the sequence. End-of-sequence and stop ids first, then the model's length, then max_tokens."""
+        """Does the newest token end the sequence? EOS and stop ids, then model length, then max_tokens."""
         sampling = sequence.sampling
         if (token_id in self._eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
             sequence.finish(SequenceStatus.FINISHED_STOPPED)
-        elif num_tokens > self._config.max_model_len:
-            sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
-        elif num_tokens - sequence.num_prompt_tokens >= sampling.max_tokens:
+        elif (
+            num_tokens > self._config.max_model_len
+            or num_tokens - sequence.num_prompt_tokens >= sampling.max_tokens
+        ):
             sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
         return sequence.is_finished
 

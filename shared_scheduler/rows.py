@@ -120,8 +120,12 @@ class SequenceRows:
         if width <= self.tables.shape[1]:
             return
         if width > self._max_width:
-            raise CorruptionError(f"a table of {width} blocks, above the {self._max_width} a sequence can need")
-        wider = np.zeros((self.capacity, min(max(width, 2 * self.tables.shape[1]), self._max_width)), np.int32)
+            raise CorruptionError(
+                f"a table of {width} blocks, above the {self._max_width} a sequence can need"
+            )
+        wider = np.zeros(
+            (self.capacity, min(max(width, 2 * self.tables.shape[1]), self._max_width)), np.int32
+        )
         wider[:, : self.tables.shape[1]] = self.tables
         self.tables = wider
 
@@ -134,7 +138,7 @@ class SequenceRows:
         if end + 1 == NEW_TOKENS_WIDTH:
             self.flush(row)
 
-    def append_one_each(self, rows: RowIndices, token_ids: Int32Array) -> None:
+    def append_one_each(self, rows: RowIndices, token_ids: npt.NDArray[np.integer]) -> None:
         """One token to each of distinct rows."""
         end = self.new_end[rows]
         self.new_tokens.reshape(-1)[rows * NEW_TOKENS_WIDTH + end] = token_ids

@@ -1,4 +1,4 @@
-"""The scheduler: queues in, one step out, results back. Decisions only; see `queues` for a sequence's life."""
+"""The scheduler: requests in, one step out, results back. `queues` tells a sequence's life."""
 
 from collections import deque
 from collections.abc import Sequence as Many
@@ -9,8 +9,9 @@ from shared_scheduler.batch import Batch, BatchBuilder
 from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.decode import DecodePlan, DecodePlanner, DescendingOrder, stable_descending
-from shared_scheduler.drafts import InfoSlots
+from shared_scheduler.drafts import DraftChooser, InfoSlots
 from shared_scheduler.errors import CorruptionError, RequestError, SchedulerError
+from shared_scheduler.forks import Forks
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.outputs import Int64Array, SchedulerOutputs, StepResults
 from shared_scheduler.prefill import PromptPlan, PromptPlanner
@@ -20,7 +21,9 @@ from shared_scheduler.results import ResultProcessor
 from shared_scheduler.rows import Int32Array, RowIndices
 from shared_scheduler.sequence import Sequence
 from shared_scheduler.status import SequenceStatus
-from shared_scheduler.voting import GroupVote, SingleRank, StepClock
+from shared_scheduler.step_time import StepTimeModel
+from shared_scheduler.voting import GroupVote, SingleRank, StepClock, agree_on_config
+from wire.sampling import SamplingParams
 from wire.services import FinishReason
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -38,17 +41,27 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         group: GroupVote | None = None,
+        graph_sizes: tuple[int, ...] = (),
         order: DescendingOrder = stable_descending,
     ) -> None:
+        """`group`: the ranks to step alike with; they compare configurations here.
+
+        `graph_sizes`: token counts a decode step is padded to (`StepTimeModel`). `order`: how running
+        sequences of equal output length are ordered when blocks run out.
+        """
         self.config = config
         self._group = group or SingleRank()
+        agree_on_config(config, self._group)
         self._clock = StepClock(config)
         self._holdings = Holdings(config)
-        self._queues = Queues(self._holdings)
         info_slots = InfoSlots(config.max_num_seqs if config.max_num_draft_tokens else 0)
+        self._queues = Queues(self._holdings, info_slots)
         self._prompts = PromptPlanner(config, self._queues, self._holdings, info_slots)
-        self._decodes = DecodePlanner(config, self._queues, self._holdings, info_slots, order)
+        self._step_time = StepTimeModel(graph_sizes)
+        drafts = DraftChooser(config, self._step_time)
+        self._decodes = DecodePlanner(config, self._queues, self._holdings, info_slots, drafts, order)
         self._results = ResultProcessor(config, self._queues, self._holdings, info_slots)
+        self._forks = Forks(config, self._queues, self._holdings)
         self._remote = RemoteArrivals(config, self._queues, self._holdings, self._results)
         self._batches = BatchBuilder(
             self._holdings.rows, self._holdings.blocks, config.block_size, config.position_limit
@@ -95,6 +108,40 @@ class Scheduler:
         self._queues.report(sequence)
         self._holdings.release(sequence)
 
+    def fork(
+        self,
+        parent: Sequence,
+        request_id: str,
+        sampling: SamplingParams | None = None,
+        *,
+        output_token_ids: Many[int] | None = None,
+        now_s: float,
+    ) -> Sequence:
+        """A new request that shares what `parent` has computed.
+
+        Its tokens are the parent's prompt and `output_token_ids` (None: all outputs of the parent so far;
+        empty: it samples its own first token by computing the last prompt token once more, which a model
+        with state cannot do). `RequestError` if nothing can be shared.
+        """
+        return self._forks.fork(parent, request_id, sampling, output_token_ids, now_s)
+
+    def set_drafts(self, sequence: Sequence, token_ids: Many[int], confidences: Many[float] = ()) -> None:
+        """Propose what may follow the sequence's last token; verified in its next decode step.
+
+        `confidences`: probability of each draft, given those before it; without them past acceptance
+        counts. Ignored for a sequence whose last token is not known yet.
+        """
+        if sequence.is_in_flight or sequence.status is not SequenceStatus.RUNNING:
+            return
+        count = self.config.max_num_draft_tokens
+        sequence.draft.token_ids = tuple(token_ids[:count])
+        sequence.draft.confidences = tuple(confidences[:count])
+        self._queues.has_drafts |= bool(sequence.draft.token_ids)
+
+    def observe_decode(self, outputs: SchedulerOutputs, forward_s: float, sampler_s: float) -> None:
+        """A decode step took this long: feeds the choice of how many drafts to verify."""
+        self._step_time.observe(len(outputs.sequences), outputs.num_batched_tokens, forward_s, sampler_s)
+
     # ----- COMPLETION: KV comes from a prompt engine
 
     def reserve_remote(self, sequence: Sequence, now_s: float) -> AllocStatus:
@@ -116,13 +163,13 @@ class Scheduler:
         """Decide the next step. Empty outputs (`batch` None) need no process_outputs, but allow it."""
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise SchedulerError("two steps are in flight: process the older one's results first")
+        swept = self._queues.sweep_marked() if self._queues.has_marked else []
         prompt_plan = self._plan_prompt()
         self._queues.last_step_id += 1
-        outputs = (
-            self._decode_outputs(self._decodes.plan(bool(self._in_flight)))
-            if prompt_plan is None
-            else self._prompt_outputs(prompt_plan)
-        )
+        if prompt_plan is None:
+            outputs = self._decode_outputs(self._decodes.plan(bool(self._in_flight)), swept)
+        else:
+            outputs = self._prompt_outputs(prompt_plan, swept)
         self._clock.tick(outputs.prompt_run)
         if not outputs.is_empty:
             self._in_flight.append(outputs)
@@ -205,7 +252,9 @@ class Scheduler:
         kind = self.config.engine_type
         if kind is EngineType.PROMPT:
             return self._prompts.plan()
-        if kind is EngineType.COMPLETION or not self._clock.vote_prompt(self._group, self._wants_prompt()):
+        if kind is EngineType.COMPLETION or not self._clock.is_voting_point:
+            return None
+        if not self._clock.vote_prompt(self._group, self._wants_prompt()):
             return None
         plan = self._prompts.plan()
         return plan if self._clock.vote_built(self._group, not plan.is_empty) else None
@@ -220,7 +269,7 @@ class Scheduler:
         # more, is all that fills the pool.
         return self.config.preempt_only_on_need and (waiting[0].holds_blocks or not self.num_running)
 
-    def _prompt_outputs(self, plan: PromptPlan) -> SchedulerOutputs:
+    def _prompt_outputs(self, plan: PromptPlan, swept: list[Sequence]) -> SchedulerOutputs:
         rows = np.array([sequence.row for sequence in plan.sequences], np.intp)
         seqlens_q = np.array(plan.seqlens_q, np.int32)
         return self._outputs(
@@ -229,20 +278,23 @@ class Scheduler:
             rows,
             seqlens_q,
             self._batches.prompt(plan.sequences, rows, seqlens_q) if plan.sequences else None,
+            finished=swept,
             ignored=plan.ignored,
             plan=plan,
         )
 
-    def _decode_outputs(self, plan: DecodePlan) -> SchedulerOutputs:
+    def _decode_outputs(self, plan: DecodePlan, swept: list[Sequence]) -> SchedulerOutputs:
         rows = self._holdings.rows
         batch = None
         seqlens_q = np.empty(0, np.int32)
         if plan.rows.size:
             previous = self._in_flight[-1].rows if self._in_flight else None
-            if plan.num_drafts is None:
-                batch = self._batches.decode(plan.rows, previous)
+            if plan.has_drafts:
+                batch = self._batches.verify(self._sequences_in(plan.rows), plan.rows, previous)
+                for sequence in self._sequences_in(plan.rows):
+                    sequence.draft.token_ids = ()  # from here on they count as in flight
             else:
-                batch = self._batches.verify(plan.rows, plan.num_drafts, self._sequences_in(plan.rows), previous)
+                batch = self._batches.decode(plan.rows, previous)
             seqlens_q = batch.seqlens_q
             self._check_positions(batch)
             rows.inflight[plan.rows] += seqlens_q
@@ -253,7 +305,7 @@ class Scheduler:
             plan.rows,
             seqlens_q,
             batch,
-            finished=plan.finished,
+            finished=[*swept, *plan.finished] if swept or plan.finished else (),
             ignored=plan.ignored,
         )
 

@@ -13,6 +13,8 @@ from wire.sampling import SamplingParams
 from wire.services import FinishReason
 
 DEFAULT_BRANCH = "default"
+FORK_MARK = "_"
+"""First letter of the branch id of a fork that has not been admitted yet."""
 
 
 class Sequence:
@@ -73,11 +75,13 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        return list(map(int, self.token_array()))
+        ids: list[int] = self.token_array().tolist()
+        return ids
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_array()[self.num_prompt_tokens :].tolist()
+        ids: list[int] = self.token_array()[self.num_prompt_tokens :].tolist()
+        return ids
 
     @property
     def last_token_id(self) -> int:
@@ -144,6 +148,11 @@ class Sequence:
     @property
     def is_in_flight(self) -> bool:
         return self.schedule.total_inflight_tokens > 0
+
+    @property
+    def is_unadmitted_fork(self) -> bool:
+        """Its blocks and slot are pins on another sequence's."""
+        return self.schedule.branch_id.startswith(FORK_MARK)
 
     def num_blocks_needed(self) -> int:
         """ceil((committed + in flight + drafts) / block size)."""

@@ -27,12 +27,14 @@ class SequenceStatus(IntEnum):
         return self >= SequenceStatus.FINISHED_STOPPED
 
 
-FINISH_REASONS: Mapping[SequenceStatus, FinishReason] = MappingProxyType({
-    SequenceStatus.FINISHED_STOPPED: "stop",
-    SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
-    SequenceStatus.FINISHED_ABORTED: "abort",
-    SequenceStatus.FINISHED_IGNORED: "prompt_length_exceeded",
-    SequenceStatus.FINISHED_PREEMPTED: "insufficient_system_resource",
-    SequenceStatus.FINISHED_SO_FAILED: "structured_output_failed",
-    SequenceStatus.FINISHED_VE_FAILED: "vision_encoder_failed",
-})
+FINISH_REASONS: Mapping[SequenceStatus, FinishReason] = MappingProxyType(
+    {
+        SequenceStatus.FINISHED_STOPPED: "stop",
+        SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
+        SequenceStatus.FINISHED_ABORTED: "abort",
+        SequenceStatus.FINISHED_IGNORED: "prompt_length_exceeded",
+        SequenceStatus.FINISHED_PREEMPTED: "insufficient_system_resource",
+        SequenceStatus.FINISHED_SO_FAILED: "structured_output_failed",
+        SequenceStatus.FINISHED_VE_FAILED: "vision_encoder_failed",
+    }
+)

@@ -5,7 +5,6 @@ length; sequences with more (prompt chunks) are attended one at a time, over the
 when nothing came before, else over all of their blocks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +25,8 @@ Int32Array = npt.NDArray[np.int32]
 class DecodeGroup:
     """n sequences with one new token each, padded to a common number of blocks W."""
 
-    rows: torch.Tensor | None
-    """int64 [n]: their rows in the step; None means all rows."""
+    rows: torch.Tensor
+    """int64 [n]: their rows in the step, ascending."""
     block_rows: torch.Tensor
     """int64 [num_layers, n * W]: rows of `KVPool.layer_rows`."""
     mask: torch.Tensor
@@ -56,6 +55,11 @@ class AttentionPlan:
     decodes: tuple[DecodeGroup, ...]
     chunks: tuple[PromptChunk, ...]
 
+    @property
+    def is_one_part(self) -> bool:
+        """One group or one chunk is the whole step, row by row."""
+        return len(self.decodes) + len(self.chunks) == 1
+
 
 def plan_attention(
     layout: KVLayout,
@@ -75,8 +79,7 @@ def plan_attention(
     singles = np.flatnonzero(seqlens_q == 1)
     multiples = np.flatnonzero(seqlens_q > 1).tolist()
     chunks = [planner.chunk(i, int(starts[i]), int(starts[i + 1])) for i in multiples]
-    all_rows = len(singles) == len(slot_mapping)
-    decodes = [planner.decode_group(group, starts, all_rows) for group in planner.groups(singles)]
+    decodes = [planner.decode_group(group, starts) for group in planner.groups(singles)]
     return AttentionPlan(torch.from_numpy(write_rows), tuple(decodes), tuple(chunks))
 
 
@@ -89,14 +92,13 @@ def attend(plan: AttentionPlan, pool: KVPool, layer: int, qkv: torch.Tensor, num
     queries = qkv[:, : num_heads * head_dim]
     new_kv = qkv[:, num_heads * head_dim :]
     pool.token_rows.index_copy_(0, plan.write_rows[layer], new_kv)
-    if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
+    if plan.is_one_part and plan.decodes:
         return _attend_decodes(plan.decodes[0], pool, layer, queries)
+    if plan.is_one_part:
+        return _attend_chunk(plan.chunks[0], pool, layer, queries, new_kv)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     for group in plan.decodes:
-        rows = group.rows
-        if rows is None:
-            rows = torch.arange(len(queries))
-        output[rows] = _attend_decodes(group, pool, layer, queries[rows])
+        output[group.rows] = _attend_decodes(group, pool, layer, queries[group.rows])
     for chunk in plan.chunks:
         span = slice(chunk.start, chunk.end)
         output[span] = _attend_chunk(chunk, pool, layer, queries[span], new_kv[span])
@@ -108,9 +110,8 @@ def _attend_decodes(group: DecodeGroup, pool: KVPool, layer: int, queries: torch
     kv = pool.layer_rows.index_select(0, group.block_rows[layer])
     keys, values = kv.view(n, -1, 2, layout.num_kv_heads, layout.head_dim).transpose(1, 3).unbind(2)
     heads = queries.view(n, -1, 1, layout.head_dim)
-    return F.scaled_dot_product_attention(heads, keys, values, attn_mask=group.mask, enable_gqa=True).view(
-        n, -1
-    )
+    output = F.scaled_dot_product_attention(heads, keys, values, attn_mask=group.mask, enable_gqa=True)
+    return output.view(n, -1)
 
 
 def _attend_chunk(
@@ -142,7 +143,7 @@ class _Planner:
         self._window = window
         self._num_blocks = -(-seqlens_k // layout.block_size)
 
-    def groups(self, sequences: npt.NDArray[np.intp]) -> list[Sequence[int]]:
+    def groups(self, sequences: npt.NDArray[np.intp]) -> list[list[int]]:
         """Sequences by falling length, a new group wherever padding would cost more than the group."""
         ordered = sequences[np.argsort(-self._num_blocks[sequences], kind="stable")].tolist()
         groups: list[list[int]] = []
@@ -159,19 +160,15 @@ class _Planner:
                 padding, real = 0, num_blocks
         return [sorted(group) for group in groups]
 
-    def decode_group(
-        self, group: Sequence[int], starts: npt.NDArray[np.int64], all_rows: bool
-    ) -> DecodeGroup:
+    def decode_group(self, group: list[int], starts: npt.NDArray[np.int64]) -> DecodeGroup:
         width = int(self._num_blocks[group].max())
-        tables = self._block_tables[group, :width]
         lengths = self._seqlens_k[group, None]
         keys = np.arange(width * self._layout.block_size)
         hidden = keys >= lengths
         if self._window is not None:
             hidden |= keys < lengths - self._window
-        covers_step = all_rows and len(group) == len(self._seqlens_k)
-        rows = None if covers_step else torch.from_numpy(starts[list(group)])
-        return DecodeGroup(rows, self._gather_rows(tables.ravel()), _mask(hidden)[:, None, None, :])
+        block_rows = self._gather_rows(self._block_tables[group, :width].ravel())
+        return DecodeGroup(torch.from_numpy(starts[group]), block_rows, _mask(hidden)[:, None, None, :])
 
     def chunk(self, sequence: int, start: int, end: int) -> PromptChunk:
         num_keys, num_queries = int(self._seqlens_k[sequence]), end - start

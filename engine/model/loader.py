@@ -1,5 +1,6 @@
 """Builds a model from a checkpoint: fuses, reorders and packs its weights, several layers at a time."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,15 +13,17 @@ from model_files import ModelConfig, ModelFiles, ModelFilesError, Weights
 
 
 def load_model(
-    files: ModelFiles, weight_format: WeightFormat, *, max_positions: int, num_threads: int = 2
+    files: ModelFiles, weight_format: WeightFormat, *, max_positions: int, num_threads: int | None = None
 ) -> LlamaModel:
-    """The model of `files` for positions below `max_positions`.
+    """The model of `files` for positions below `max_positions`; None threads takes one per usable core.
 
     ModelFilesError names a tensor that is missing or of another shape than the configuration says.
     """
     config = files.config()
     loader = _Loader(config, files.weights(), weight_format)
-    with ThreadPoolExecutor(num_threads) as threads:  # reading and packing release the GIL
+    with ThreadPoolExecutor(
+        num_threads or len(os.sched_getaffinity(0))
+    ) as threads:  # reading and packing release the GIL
         head = threads.submit(loader.head)
         layers = tuple(threads.map(loader.layer, range(config.num_layers)))
         weights = LlamaWeights(
@@ -35,6 +38,11 @@ def load_model(
 
 class _Loader:
     def __init__(self, config: ModelConfig, weights: Weights, weight_format: WeightFormat) -> None:
+        if config.num_layers > len(weights.names()):
+            raise ModelFilesError(
+                f"the model's configuration says {config.num_layers} layers, but there are "
+                f"{len(weights.names())} tensors; use files that belong together"
+            )
         self._config = config
         self._weights = weights
         self._format = weight_format

@@ -248,21 +248,25 @@ class ZmqConnection:
         token: bytes,
         regions: Sequence[Region],
     ) -> None:
-        self._token = token
+        self._context, self._address, self._token = context, address, token
         self._block_bytes = [region.block_bytes for region in regions]
         self._flat = [region_view(region).reshape(-1) for region in regions]
         self._staging = np.empty(MAX_PIECE_BYTES, dtype=np.uint8)
-        self._socket = _data_socket(context, zmq.DEALER, 2 * MAX_PIECE_BYTES)
-        try:
-            self._socket.connect(address)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise ReadError(f"cannot connect to {address}: {error}") from error
+        self._socket = self._connected()
         self._reads: dict[int, _Read] = {}
         self._queue: deque[tuple[_Read, Piece]] = deque()
         self._asked: dict[int, tuple[_Read, Piece]] = {}
         self._next_id = 1
         self._next_sequence = 1
+
+    def _connected(self) -> "zmq.Socket[bytes]":
+        socket = _data_socket(self._context, zmq.DEALER, 2 * MAX_PIECE_BYTES)
+        try:
+            socket.connect(self._address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ReadError(f"cannot connect to {self._address}: {error}") from error
+        return socket
 
     @property
     def waitable(self) -> "zmq.Socket[bytes] | None":
@@ -302,10 +306,18 @@ class ZmqConnection:
             self._socket.close()
 
     def _drop(self, read: _Read) -> None:
-        """Whatever still comes for it is received into nothing."""
+        """What still comes for it is received into nothing, or not at all if no other read needs the socket.
+
+        A new socket also forgets answers that were lost with a broken connection, which would narrow the
+        window for ever.
+        """
         self._reads.pop(read.read_id, None)
         if any(queued is read for queued, _ in self._queue):
             self._queue = deque(item for item in self._queue if item[0] is not read)
+        if not self._reads and self._asked:
+            self._asked.clear()
+            self._socket.close()
+            self._socket = self._connected()
 
     def _ask(self) -> None:
         while self._queue and len(self._asked) < WINDOW:

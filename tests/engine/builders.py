@@ -70,9 +70,14 @@ TINY = {
 
 
 def save_tiny_model(
-    path: Path, family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **options: object
+    path: Path,
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **options: object,
 ) -> transformers.PreTrainedModel:
-    """A random checkpoint of a family such as `Llama`, saved in Hugging Face layout; biases are random too."""
+    """A random checkpoint of a family such as `Llama`, in Hugging Face layout; biases are random too."""
     config = getattr(transformers, f"{family}Config")(**{**TINY, **options})
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 import transformers
+
 from model_files.interface import ModelFiles
 
 
@@ -28,7 +29,7 @@ def reference_generate(model_files: ModelFiles, prompt_ids: list[int], max_new_t
 
 
 def first_difference(model_files: ModelFiles, prompt_ids: list[int], output_ids: list[int]) -> int | None:
-    """Index of the first output token that fp32 transformers would not have chosen greedily; None if all agree.
+    """Index of the first output token that fp32 transformers would not have chosen; None if all agree.
 
     One forward pass over prompt and output: some fifty times faster than `reference_generate`, and by
     induction the same statement for the tokens given (it does not say that the output is long enough).

@@ -84,9 +84,7 @@ def reference_logits(model: transformers.PreTrainedModel, tokens: list[int]) -> 
 
 
 @torch.inference_mode()
-def reference_tokens(
-    model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int
-) -> list[int]:
+def reference_tokens(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -7,7 +7,7 @@ import torch
 
 from engine.errors import KVPoolError, WeightFormatError
 from engine.model_runner import ModelRunner, keep_freed_memory, load_model_runner
-from model_files import EMBEDDED_MODEL, ModelFiles, resolve_model
+from model_files import EMBEDDED_MODEL, ModelFiles, ModelFilesError, resolve_model
 from tests.engine.builders import StepOf, batch_of, save_tiny_model
 from tests.engine.reference import first_difference, reference_generate
 
@@ -81,8 +81,18 @@ def test_unknown_weight_format_names_the_option(files: ModelFiles) -> None:
 
 
 def test_a_weight_too_large_for_float16_names_the_option(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "Llama", initializer_range=1e5)
+    model = save_tiny_model(tmp_path, "Llama")
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = 1e5
+    model.save_pretrained(tmp_path)
     with pytest.raises(WeightFormatError, match="--dtype fp32"):
+        load_model_runner(resolve_model(str(tmp_path)), kv_bytes=1 << 24)
+
+
+def test_missing_layers_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "Llama")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 500'))
+    with pytest.raises(ModelFilesError, match="500 layers"):
         load_model_runner(resolve_model(str(tmp_path)), kv_bytes=1 << 24)
 
 

@@ -87,7 +87,7 @@ def test_philox_gives_the_published_words(
     def arrays(words: tuple[int, ...]) -> tuple[npt.NDArray[np.uint64], ...]:
         return tuple(np.array([word], np.uint64) for word in words)
 
-    assert tuple(int(word[0]) for word in philox(arrays(counter), arrays(key))) == expected  # type: ignore[arg-type]
+    assert tuple(int(word[0]) for word in philox(arrays(counter), arrays(key))) == expected
 
 
 @pytest.mark.parametrize("varied", ["seed", "output_index"])
@@ -128,8 +128,8 @@ def test_noise_uses_all_bits_of_the_seed() -> None:
 @pytest.mark.parametrize("varied", ["seed", "output_index"])
 def test_draws_follow_the_distribution(options: dict[str, float], varied: str) -> None:
     count = 40_000
-    rows = rows_of(count, **options, **{varied: np.arange(count)})  # type: ignore[arg-type]
-    expected = distribution(LOGITS, **options)  # type: ignore[arg-type]
+    rows = rows_of(count, **options, **{varied: np.arange(count)})
+    expected = distribution(LOGITS, **options)
     token_ids = sample(LOGITS, rows).token_ids
     if (expected > 0).sum() == 1:
         assert set(token_ids.tolist()) == {int(expected.argmax())}

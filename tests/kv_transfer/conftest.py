@@ -1,4 +1,5 @@
 import pytest
+
 from tests.kv_transfer.processes import REAL_TRANSPORTS
 
 

@@ -1,7 +1,7 @@
 """A second process for tests: `python -m tests.kv_transfer.peer JSON` prints one JSON line per event.
 
-Modes: `memory` serves a pool through a bare transport; `source` and `sink` run the real hand-over ends. Commands
-come as JSON lines on standard input: `["offer", id, num_tokens, block_ids]`, `["withdraw", id]`,
+Modes: `memory` serves a pool through a bare transport; `source` and `sink` run the real hand-over ends.
+Commands come as JSON lines on standard input: `["offer", id, num_tokens, block_ids]`, `["withdraw", id]`,
 `["request", id, engine_id, epoch, control_address]`, `["pull", id, block_ids]`, `["echo"]`. It ends with its
 standard input.
 """
@@ -11,13 +11,12 @@ import json
 import sys
 from typing import TypedDict
 
-from tests.kv_transfer.builders import Pool, identity
-
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.source_ledger import Offer
 from kv_transfer.transports import make_transport
+from tests.kv_transfer.builders import Pool, identity
 from wire.services import PromptEngineAddress
 
 

@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 import pytest
-from tests.kv_transfer.builders import BLOCK_BYTES, NUM_BLOCKS
 
 from kv_transfer.layout import Region
 from kv_transfer.transport import RemoteMemory
+from tests.kv_transfer.builders import BLOCK_BYTES, NUM_BLOCKS
 
 TIMEOUT_S = 30.0
 

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 import pytest
 import zmq
-from tests.kv_transfer.builders import Pool, identity, offer
-from tests.kv_transfer.processes import TIMEOUT_S, Peer
 
 from kv_transfer.errors import BindError, LayoutError, SettingsError
 from kv_transfer.events import Arrived, Failed, Offered, Reclaimable, Released, SinkEvent, SourceEvent
@@ -19,6 +17,8 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transports import make_transport
+from tests.kv_transfer.builders import Pool, identity, offer
+from tests.kv_transfer.processes import TIMEOUT_S, Peer
 from wire.services import PromptEngineAddress
 
 _T = TypeVar("_T")
@@ -251,7 +251,9 @@ def test_nobody_listening_fails_soon() -> None:
         assert (failed.reason, failed.blocks_safe) == ("connect_failed", True)
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "tcp://", "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999999"])
+@pytest.mark.parametrize(
+    "address", ["", "nonsense", "tcp://", "tcp://127.0.0.1:0", "tcp://127.0.0.1:99999999"]
+)
 def test_address_that_is_none_fails_the_request_only(address: str) -> None:
     with a_sink(settings=TransferSettings(connect_timeout_s=0.5)) as sink:
         sink.sink.request("h", address_of(address))
@@ -268,7 +270,12 @@ def test_too_many_handovers_are_refused() -> None:
 
 
 def test_bytes_that_are_no_messages_are_counted_and_ignored() -> None:
-    with a_source() as source, a_sink() as sink, zmq.Context() as context, context.socket(zmq.DEALER) as vandal:
+    with (
+        a_source() as source,
+        a_sink() as sink,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as vandal,
+    ):
         vandal.setsockopt(zmq.LINGER, 0)
         vandal.connect(source.source.control_address)
         for frames in ([b""], [b"\xc1"], [b"\x93" * 1000], [b"a", b"b"], [b"x" * 100_000]):

@@ -6,13 +6,13 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
-from tests.kv_transfer.builders import BLOCK_BYTES, NUM_BLOCKS, Pool
-from tests.kv_transfer.processes import REAL_TRANSPORTS, TIMEOUT_S, Peer, needs_nixl
 
 from kv_transfer.errors import ReadError, SettingsError, TransportUnavailable
 from kv_transfer.transport import BlockRead, Connection, ReadResult, RemoteMemory, Transport
 from kv_transfer.transports import make_transport
 from kv_transfer.transports.fake import FakeTransport
+from tests.kv_transfer.builders import BLOCK_BYTES, NUM_BLOCKS, Pool
+from tests.kv_transfer.processes import REAL_TRANSPORTS, TIMEOUT_S, Peer, needs_nixl
 
 KV, STATE = 0, 1
 
@@ -70,17 +70,25 @@ def opened(name: str, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYT
         yield stack.enter_context(reading_from(name, memory, num_blocks, block_bytes))
 
 
-@pytest.fixture(params=["fake", *REAL_TRANSPORTS])
-def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(scope="module", params=["fake", *REAL_TRANSPORTS])
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
     chosen: str = request.param
-    if chosen == "nixl-tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")
-    return chosen.removesuffix("-tcp")
+    with pytest.MonkeyPatch.context() as patch:
+        if chosen == "nixl-tcp":
+            patch.setenv("UCX_TLS", "tcp")
+        yield chosen.removesuffix("-tcp")
+
+
+@pytest.fixture(scope="module")
+def memory(name: str) -> Iterator[RemoteMemory]:
+    """A source with the builders' usual pool, shared by the tests that leave it as it was."""
+    with served_memory(name, NUM_BLOCKS, BLOCK_BYTES) as served:
+        yield served
 
 
 @pytest.fixture
-def reading(name: str) -> Iterator[Reading]:
-    with opened(name) as opened_reading:
+def reading(name: str, memory: RemoteMemory) -> Iterator[Reading]:
+    with reading_from(name, memory, NUM_BLOCKS, BLOCK_BYTES) as opened_reading:
         yield opened_reading
 
 

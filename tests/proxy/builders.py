@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ def byte_tokenizer() -> Tokenizer:
     """Byte-level, without merges: token id = place of the byte in GPT-2's alphabet; `<|end|>` ends texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|start|>", special=True), AddedToken("<|end|>", special=True)])
     return tokenizer
 
@@ -59,21 +59,21 @@ class Stack:
     services: ProxyServices
     engines: list[MockEngine]
 
-    async def chat(self, **fields: Any) -> httpx.Response:
+    async def chat(self, **fields: object) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=chat_body(**fields))
 
-    async def complete(self, **fields: Any) -> httpx.Response:
+    async def complete(self, **fields: object) -> httpx.Response:
         return await self.client.post("/v1/completions", json=text_body(**fields))
 
-    async def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, **labels: str) -> float:
         return self.services.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-def chat_body(**fields: Any) -> dict[str, Any]:
+def chat_body(**fields: object) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
-def text_body(**fields: Any) -> dict[str, Any]:
+def text_body(**fields: object) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "hi", **fields}
 
 
@@ -110,7 +110,7 @@ class Answering:
 
 
 @contextlib.asynccontextmanager
-async def stack(*engines: MockEngine, wait_ready: bool = True, **settings: Any) -> AsyncIterator[Stack]:
+async def stack(*engines: MockEngine, wait_ready: bool = True, **settings: object) -> AsyncIterator[Stack]:
     """Serve the engines and a proxy in front of them, all in this event loop."""
     async with contextlib.AsyncExitStack() as exits:
         urls: dict[str, list[str]] = {"prompt": [], "completion": [], "normal": []}
@@ -118,7 +118,9 @@ async def stack(*engines: MockEngine, wait_ready: bool = True, **settings: Any) 
             engine.url = engine.url or await exits.enter_async_context(serving(engine))
             urls[engine.role].append(engine.url)
         values = {f"{role}_url": role_urls for role, role_urls in urls.items()}
-        app = create_app(ProxySettings(**{"model": MODEL, "refresh_s": 60.0, **values, **settings}), text_model())
+        app = create_app(
+            ProxySettings(**{"model": MODEL, "refresh_s": 60.0, **values, **settings}), text_model()
+        )
         services: ProxyServices = app.state.services
         url = await exits.enter_async_context(serving(app, lifespan="on"))
         client = await exits.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, trust_env=False))
@@ -134,9 +136,19 @@ async def all_ready(services: ProxyServices) -> None:
 
 
 def pair_stack(
-    prompt: Script, completion: Script, **settings: Any
+    prompt: Script, completion: Script, **settings: object
 ) -> contextlib.AbstractAsyncContextManager[Stack]:
     return stack(MockEngine("prompt", prompt), MockEngine("completion", completion), **settings)
+
+
+async def until(is_true: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Ask again and again; only for what sockets or another process do."""
+    async with asyncio.timeout(5):
+        while True:
+            answer = is_true()
+            if answer if isinstance(answer, bool) else await answer:
+                return
+            await asyncio.sleep(0.002)
 
 
 def events(body: str) -> list[str]:

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import uvicorn
 
+from proxy.asgi import ASGIApp, Receive, Scope, Send
 from wire.services import (
     CompletionEvent,
     CompletionRequest,
@@ -24,8 +24,7 @@ from wire.services import (
     TokenLogprobs,
 )
 
-Message = dict[str, Any]
-Script = Callable[["Call"], Awaitable[None]]
+Script = Callable[["Call"], Coroutine[None, None, None]]
 
 MODEL = "tiny"
 
@@ -40,7 +39,7 @@ class Call:
 
     path: str
     body: bytes
-    send: Callable[[Message], Awaitable[None]]
+    send: Send
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
     arrived_s: float = 0.0
 
@@ -100,7 +99,7 @@ class Call:
     async def event(self, event: CompletionEvent) -> None:
         await self.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
-    async def tokens(self, first_index: int, token_ids: Sequence[int], **fields: Any) -> None:
+    async def tokens(self, first_index: int, token_ids: Sequence[int], **fields: object) -> None:
         tokens = tuple(token(first_index + offset, token_id) for offset, token_id in enumerate(token_ids))
         await self.event(CompletionEvent(tokens=tokens, **fields))
 
@@ -140,7 +139,7 @@ class MockEngine:
             await self._arrival.wait_for(lambda: len(self.calls) > number)
         return self.calls[number]
 
-    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         body = await _body(receive)
@@ -159,13 +158,13 @@ class MockEngine:
         else:
             await call.answer(200 if self.is_ready else 503, b"{}")
 
-    async def _run_script(self, call: Call, receive: Any) -> None:
+    async def _run_script(self, call: Call, receive: Receive) -> None:
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
             call.client_left.set()
 
-        running = asyncio.create_task(self.script(call))  # type: ignore[arg-type]
+        running = asyncio.create_task(self.script(call))
         watching = asyncio.create_task(watch())
         try:
             await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +176,7 @@ class MockEngine:
             await asyncio.gather(running, watching, return_exceptions=True)
 
 
-async def _body(receive: Any) -> bytes:
+async def _body(receive: Receive) -> bytes:
     body = b""
     while True:
         message = await receive()
@@ -187,7 +186,7 @@ async def _body(receive: Any) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, *, lifespan: str = "off") -> AsyncIterator[str]:
+async def serving(app: ASGIApp, *, lifespan: str = "off") -> AsyncIterator[str]:
     """Serve an ASGI app on a free loopback port; yields its base URL."""
     # The protocol is named because asyncio sets TCP_NODELAY only then; without it each answer takes 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
+from proxy.engine_transport import EngineTransport
 from tests.proxy.builders import END_ID, Answering, Stack, events, ids, pair_stack, stack
 from tests.proxy.mock_engines import Call, MockEngine
-from wire.services import CompletionEvent, OutputToken, TokenLogprobs
+from wire.services import CompletionEvent, FinishReason, OutputToken, TokenLogprobs
 
 TEXT = "Grüße 🙂 שלום"
 
 
-async def streamed_chunks(running: Stack, path: str, **fields: Any) -> list[dict[str, Any]]:
+async def streamed_chunks(running: Stack, path: str, **fields: object) -> list[dict[str, Any]]:
     """The chunks of a stream that ended normally."""
     send = running.chat if path == "chat" else running.complete
     response = await send(stream=True, **fields)
@@ -94,7 +95,7 @@ async def test_the_first_event_arrives_before_the_second_token_exists() -> None:
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-async def test_a_first_token_that_ends_the_request_cancels_the_completion_leg(reason: Any) -> None:
+async def test_a_first_token_that_ends_the_request_cancels_the_completion_leg(reason: FinishReason) -> None:
     async def prompt(call: Call) -> None:
         await running.engines[1].call()
         await call.first_token(END_ID if reason == "stop" else ids("a")[0], finish_reason=reason)
@@ -183,7 +184,10 @@ async def test_a_missing_seed_is_drawn_and_a_negative_one_is_folded() -> None:
 
 async def test_without_max_tokens_all_that_is_left_of_the_pair_is_allowed() -> None:
     answering = Answering("a")
-    prompt, completion = MockEngine("prompt", answering.prompt), MockEngine("completion", answering.completion)
+    prompt, completion = (
+        MockEngine("prompt", answering.prompt),
+        MockEngine("completion", answering.completion),
+    )
     async with stack(prompt, completion) as running:
         await running.complete()
         await running.complete(max_tokens=7)
@@ -303,8 +307,10 @@ async def test_requests_one_after_another_share_their_connections() -> None:
     async with pair_stack(answering.prompt, answering.completion) as running:
         for _ in range(20):
             assert (await running.complete()).status_code == 200
-        pool = running.services.calls._http._transport._pool  # type: ignore[attr-defined]
-        assert len(pool.connections) <= 4
+        transport = running.services.calls._http._transport
+        assert isinstance(transport, EngineTransport)
+        assert transport.num_connections <= 4
+        transport.check_invariants()
 
 
 async def test_what_was_served_is_counted() -> None:

@@ -39,7 +39,7 @@ async def refused(stack: Stack, path: str, content: bytes, status: int = 400) ->
     return error
 
 
-def message(**fields: Any) -> list[dict[str, Any]]:
+def message(**fields: object) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "hi", **fields}]
 
 
@@ -92,7 +92,11 @@ def message(**fields: Any) -> list[dict[str, Any]]:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_type"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
+        (
+            {"stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage",
+            "invalid_type",
+        ),
         ({"stream": True, "stream_options": 1}, "stream_options", "invalid_type"),
         ({"n": 2}, "n", "unsupported_parameter"),
         ({"n": 0}, "n", "unsupported_parameter"),
@@ -214,7 +218,7 @@ async def test_fields_that_ask_for_nothing_are_accepted(stack: Stack) -> None:
         "n": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {},
         "presence_penalty": 0, "frequency_penalty": 0.0, "modalities": ["text"], "audio": None, "stop": None,
         "max_tokens": None, "temperature": None, "top_p": None, "seed": None, "logprobs": False,
-        "top_logprobs": None, "stream": None, "stream_options": None, "best_of": 1, "echo": False, "suffix": None,
+        "top_logprobs": None, "stream": None, "stream_options": None, "best_of": 1, "echo": False,
     }  # fmt: skip
     assert (await stack.chat(**neutral)).status_code == 200
 

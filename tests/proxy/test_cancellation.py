@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 import json
-from typing import Any
 
 import pytest
 
-from tests.proxy.builders import Stack, ids, pair_stack, stack, text_body
+from tests.proxy.builders import Stack, ids, pair_stack, stack, text_body, until
 from tests.proxy.mock_engines import Call, MockEngine, Script
 
 BOTH_WAYS = pytest.mark.parametrize("is_streamed", [False, True])
@@ -40,11 +39,12 @@ class RawClient:
         self._writer = writer
 
     @classmethod
-    async def connect(cls, running: Stack) -> "RawClient":
+    async def connect(cls, running: Stack, limit: int = 1 << 16) -> "RawClient":
+        """`limit` bytes are read ahead at most."""
         host, port = running.url.removeprefix("http://").split(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
+        return cls(*await asyncio.open_connection(host, int(port), limit=limit))
 
-    def post(self, **fields: Any) -> None:
+    def post(self, **fields: object) -> None:
         body = json.dumps(text_body(**fields)).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         self._writer.write(head.encode() + body)
@@ -68,8 +68,7 @@ async def expect_cancelled(running: Stack) -> None:
         for engine in running.engines:
             for call in engine.calls:
                 await call.client_left.wait()
-        while running.services.draining.num_open_requests:
-            await asyncio.sleep(0)
+        await until(lambda: running.services.draining.num_open_requests == 0)
 
 
 @BOTH_WAYS
@@ -81,7 +80,7 @@ async def test_a_client_that_leaves_in_prefill_cancels_both_legs(is_streamed: bo
             await engine.call()
         await client.leave()
         await expect_cancelled(running)
-        assert await running.metric("tandem_proxy_cancellations_total", stage="prompt") == 1
+        assert running.metric("tandem_proxy_cancellations_total", stage="prompt") == 1
         assert running.services.directory.snapshot().engines[0].is_routable
 
 
@@ -114,8 +113,7 @@ async def test_a_client_that_leaves_in_mid_stream_cancels_the_completion_leg() -
         await client.leave()
         async with asyncio.timeout(1):
             await running.engines[1].calls[0].client_left.wait()
-        while not await running.metric("tandem_proxy_cancellations_total", stage="completion"):
-            await asyncio.sleep(0)
+        await until(lambda: running.metric("tandem_proxy_cancellations_total", stage="completion") == 1)
 
 
 async def test_a_client_that_leaves_an_unstreamed_request_in_mid_generation_cancels_it() -> None:
@@ -141,9 +139,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing() ->
         client = await RawClient.connect(running)
         client.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
         await client.leave()
-        async with asyncio.timeout(5):
-            while not await running.metric("tandem_proxy_cancellations_total", stage="preparation"):
-                await asyncio.sleep(0)
+        await until(lambda: running.metric("tandem_proxy_cancellations_total", stage="preparation") == 1)
         assert not running.engines[0].calls
 
 
@@ -183,9 +179,29 @@ async def test_many_clients_that_leave_at_random_moments_leave_nothing_behind() 
             for _ in range(number % 7):
                 await asyncio.sleep(0)
             await client.leave()
-        async with asyncio.timeout(5):
-            while running.services.draining.num_open_requests or any(
-                not call.client_left.is_set() for call in running.engines[1].calls
-            ):
-                await asyncio.sleep(0.01)  # polls real sockets
-        assert (await running.metric("tandem_proxy_open_requests", stream="true")) == 0
+        await until(
+            lambda: (
+                running.services.draining.num_open_requests == 0
+                and all(call.client_left.is_set() for call in running.engines[1].calls)
+            )
+        )
+        assert (running.metric("tandem_proxy_open_requests", stream="true")) == 0
+
+
+async def test_a_client_that_never_reads_is_given_up_and_slows_nobody() -> None:
+    num_sent = 0
+
+    async def completion(call: Call) -> None:
+        nonlocal num_sent
+        await call.accept()
+        while True:
+            await call.tokens(1 + num_sent, ids("x" * 500))
+            num_sent += 500
+
+    async with pair_stack(first_token, completion, client_stall_timeout_s=0.3) as running:
+        client = await RawClient.connect(running, limit=1)
+        client.post(stream=True)
+        async with asyncio.timeout(20):
+            await (await running.engines[1].call()).client_left.wait()
+        assert num_sent < 5_000_000
+        await client.leave()

@@ -64,7 +64,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
     pieces = ["<unk>", "▁Hello", "▁world", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 from tests.proxy.builders import Answering, Stack, events, ids, pair_stack, stack
 from tests.proxy.mock_engines import Call, MockEngine, Script, serving
-from wire.services import CompletionEvent, ServiceError
+from wire.services import CompletionEvent, FinishReason, ServiceError
 
 BOTH_WAYS = pytest.mark.parametrize("is_streamed", [False, True])
 
@@ -28,7 +28,7 @@ def first_token(text: str = "a") -> Script:
 
 
 async def expect_refusal(
-    running: Stack, status: int, code: str | None, *, is_streamed: bool, **fields: Any
+    running: Stack, status: int, code: str | None, *, is_streamed: bool, **fields: object
 ) -> dict[str, Any]:
     """The error object of a request answered with `status` and JSON, streamed or not."""
     async with asyncio.timeout(5):
@@ -74,7 +74,7 @@ async def test_the_completion_engines_refusal_is_the_clients_and_cancels_the_pro
     async with pair_stack(silent, completion) as running:
         await expect_refusal(running, status, "why", is_streamed=is_streamed)
         await expect_cancelled(running.engines[0])
-        assert await running.metric(
+        assert running.metric(
             "tandem_proxy_leg_failures_total", role="completion", reason="refused"
         ) == 1  # fmt: skip
 
@@ -91,10 +91,12 @@ async def test_a_refusal_that_races_a_fast_first_token_is_still_a_status(is_stre
 async def test_when_both_refuse_the_prompt_engines_reason_is_told() -> None:
     async def prompt(call: Call) -> None:
         await completion_refused.wait()
-        await call.refuse(400, "prompt too long", kind="invalid_request_error", code="context_length_exceeded")
+        await call.refuse(
+            400, "prompt too long", kind="invalid_request_error", code="context_length_exceeded"
+        )
 
     async def completion(call: Call) -> None:
-        await call.refuse(502, "the hand-over is unknown")
+        await call.refuse(503, "the peer is lost", code="handover_peer_lost")
         completion_refused.set()
 
     completion_refused = asyncio.Event()
@@ -102,19 +104,27 @@ async def test_when_both_refuse_the_prompt_engines_reason_is_told() -> None:
         await expect_refusal(running, 400, "context_length_exceeded", is_streamed=True)
 
 
+@BOTH_WAYS
+async def test_a_failed_hand_over_is_not_the_clients_fault(is_streamed: bool) -> None:
+    async def completion(call: Call) -> None:
+        await call.refuse(409, "dtype differs", kind="invalid_request_error", code="handover_incompatible")
+
+    async with pair_stack(silent, completion) as running:
+        error = await expect_refusal(running, 502, "handover_incompatible", is_streamed=is_streamed)
+        assert error["type"] == "server_error"
+
+
 @pytest.mark.parametrize("role", ["prompt", "completion"])
 @BOTH_WAYS
 async def test_a_refusal_without_an_error_object_is_a_broken_protocol_or_its_status(
     role: str, is_streamed: bool
 ) -> None:
-    statuses = iter([(404, 502), (302, 502), (503, 503), (204, 502)])
-
     async def answer(call: Call) -> None:
-        await call.answer(sent, b"<html>")
+        await call.answer(sent, b"" if sent == 204 else b"<html>")
 
     scripts = (answer, silent) if role == "prompt" else (silent, answer)
     async with pair_stack(*scripts) as running:
-        for sent, told in statuses:
+        for sent, told in ((404, 502), (302, 502), (503, 503), (204, 502)):  # noqa: B007 - `answer` sends it
             code = "engine_refused" if told == 503 else "engine_failed"
             await expect_refusal(running, told, code, is_streamed=is_streamed)
 
@@ -200,7 +210,9 @@ async def test_a_completion_leg_that_fails_before_the_first_token_cancels_the_pr
         ("prompt_length_exceeded", 400),
     ],
 )
-async def test_an_engines_abnormal_finish_is_an_error_never_a_finish_reason(reason: Any, status: int) -> None:
+async def test_an_engines_abnormal_finish_is_an_error_never_a_finish_reason(
+    reason: FinishReason, status: int
+) -> None:
     async def completion(call: Call) -> None:
         await call.accept()
         await call.tokens(1, ids("b"), finish_reason=reason)
@@ -239,7 +251,12 @@ async def test_an_engine_lost_in_mid_stream_is_one_error_frame(path: str) -> Non
         raise ConnectionAbortedError
 
     async with pair_stack(first_token(), completion) as running:
-        body = {"model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "stream": True}
+        body = {
+            "model": "tiny",
+            "prompt": "x",
+            "messages": [{"role": "user", "content": "x"}],
+            "stream": True,
+        }
         async with running.client.stream("POST", path, json=body) as response:
             received = b""
             async for chunk in response.aiter_bytes():
@@ -255,7 +272,13 @@ async def test_an_engine_lost_in_mid_stream_is_one_error_frame(path: str) -> Non
 
 
 async def test_a_failure_after_tokens_asks_sdks_not_to_repeat_it() -> None:
-    async with pair_stack(first_token(), fails_at_once) as running:
+    async def fails_later(call: Call) -> None:
+        await call.accept()
+        await call.tokens(1, ids("b"))
+        await call.event(CompletionEvent(error=ServiceError(message="lost", type="server_error")))
+        await call.end()
+
+    async with pair_stack(first_token(), fails_later) as running:
         assert (await running.complete()).headers["x-should-retry"] == "false"
     async with pair_stack(silent, fails_at_once) as running:
         assert "x-should-retry" not in (await running.complete()).headers

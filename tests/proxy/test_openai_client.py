@@ -33,7 +33,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 async def test_chat(running: Stack) -> None:
     async with client_of(running) as client:
-        answer = await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[call-overload]
+        answer = await client.chat.completions.create(model="tiny", messages=MESSAGES)
     assert answer.choices[0].message.content == TEXT
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
@@ -41,7 +41,7 @@ async def test_chat(running: Stack) -> None:
 
 async def test_chat_streamed_with_usage(running: Stack) -> None:
     async with client_of(running) as client:
-        stream = await client.chat.completions.create(  # type: ignore[call-overload]
+        stream = await client.chat.completions.create(
             model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
@@ -52,7 +52,7 @@ async def test_chat_streamed_with_usage(running: Stack) -> None:
 async def test_the_streaming_helper_accumulates_the_answer(running: Stack) -> None:
     async with (
         client_of(running) as client,
-        client.chat.completions.stream(model="tiny", messages=MESSAGES) as stream,  # type: ignore[arg-type]
+        client.chat.completions.stream(model="tiny", messages=MESSAGES) as stream,
     ):
         answer = await stream.get_final_completion()
     assert answer.choices[0].message.content == TEXT

@@ -36,7 +36,9 @@ def test_any_cut_of_the_text_gives_the_earliest_match(stops: list[str], pieces: 
 
 
 @given(stops=st.lists(small_texts.filter(bool), min_size=1, max_size=4), text=small_texts)
-def test_text_is_held_back_only_as_far_as_a_stop_string_could_still_match(stops: list[str], text: str) -> None:
+def test_text_is_held_back_only_as_far_as_a_stop_string_could_still_match(
+    stops: list[str], text: str
+) -> None:
     matcher = StopStrings(stops)
     out = matcher.push(text)
     if matcher.found is None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shared_scheduler import EngineType, Scheduler, SchedulerConfig, SchedulerOutputs, Sequence
 from tests.shared_scheduler.std_sort import std_sort_descending

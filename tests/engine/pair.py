@@ -1,0 +1,217 @@
+"""A prompt and a completion engine in this process: tiny random model, real protocol, fake transport."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.completion_role import CompletionHandover
+from engine.handover_role import HandoverRole, NoHandover
+from engine.ipc import AddRequest, RequestOutput
+from engine.llm_engine import LLMEngine
+from engine.model_runner import ModelRunner, load_model_runner
+from engine.prompt_role import PromptHandover
+from engine.sampler import Sampler
+from kv_transfer import HandoverSink, HandoverSource, Identity, Region, TransferSettings
+from kv_transfer.transports.fake import FakeTransport
+from model_files import resolve_model
+from shared_scheduler import EngineType, Scheduler, SchedulerConfig
+from tests.engine.builders import save_tiny_model
+from wire.sampling import SamplingParams
+from wire.services import PromptEngineAddress
+
+BLOCK_SIZE = 4
+CHUNK = 8
+EOS = 2
+DEADLINE_S = 30.0
+
+
+def tiny_checkpoint(path: Path) -> Path:
+    save_tiny_model(path, "Llama", max_position_embeddings=256)
+    return path
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came out of one engine for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    end: RequestOutput | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        assert self.end is None, f"output after the end: {output}"
+        self.token_ids += [token.token_id for token in output.tokens]
+        self.indices += [token.index for token in output.tokens]
+        if output.is_last:
+            self.end = output
+
+
+class TestEngine:
+    """An engine with its scheduler in reach."""
+
+    __test__ = False
+
+    def __init__(
+        self,
+        kind: EngineType,
+        runner: ModelRunner,
+        make_role: Callable[[Scheduler], HandoverRole],
+        *,
+        max_num_seqs: int = 8,
+    ) -> None:
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                engine_type=kind,
+                block_size=BLOCK_SIZE,
+                num_blocks=runner.kv_pool.num_blocks,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=CHUNK,
+                max_model_len=min(200, (runner.kv_pool.num_blocks - 1) * BLOCK_SIZE),
+                eos_token_ids=(EOS,),
+                remote_growth_tokens=8,
+            )
+        )
+        self.engine = LLMEngine(self.scheduler, runner, Sampler(), make_role(self.scheduler))
+        self.answers: dict[str, Answer] = {}
+
+    def turn(self) -> None:
+        """One turn of the engine's loop."""
+        outputs = list(self.engine.poll())
+        if self.engine.has_work:
+            outputs += self.engine.step()
+        for output in outputs:
+            self.answers.setdefault(output.request_id, Answer()).take(output)
+        self.scheduler.check_invariants()
+
+    def has_ended(self, request_id: str) -> bool:
+        answer = self.answers.get(request_id)
+        return answer is not None and answer.end is not None
+
+    @property
+    def is_drained(self) -> bool:
+        return self.scheduler.num_free_blocks == self.scheduler.num_usable_blocks
+
+
+class EnginePair:
+    """Both engines; `run_until` turns them, waiting only for the transfer threads."""
+
+    def __init__(self, checkpoint: Path, *, prompt_blocks: int = 64, completion_blocks: int = 64) -> None:
+        self._woken = threading.Event()
+        identity = Identity("p-engine", 1, {"block_size": str(BLOCK_SIZE)})
+        settings = TransferSettings(lease_s=5.0)
+        prompt_runner, completion_runner = (
+            tiny_runner(checkpoint, blocks) for blocks in (prompt_blocks, completion_blocks)
+        )
+        self.transport = FakeTransport()
+        self._source = HandoverSource(
+            identity, [region(prompt_runner)], FakeTransport(), "tcp://127.0.0.1:0", settings, self._woken.set
+        )
+        sink_identity = Identity("d-engine", 1, identity.compatibility)
+        self._sink = HandoverSink(
+            sink_identity, [region(completion_runner)], self.transport, settings, self._woken.set
+        )
+        self.prompt = TestEngine(
+            EngineType.PROMPT, prompt_runner, lambda scheduler: PromptHandover(scheduler, self._source)
+        )
+        self.completion = TestEngine(
+            EngineType.COMPLETION,
+            completion_runner,
+            lambda scheduler: CompletionHandover(scheduler, self._sink, wait_s=20.0),
+        )
+        self.address = PromptEngineAddress(
+            engine_id="p-engine", epoch=1, control_address=self._source.control_address
+        )
+
+    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+        """Both legs, as the proxy starts them."""
+        self.add_prompt(request_id, prompt, sampling)
+        self.add_completion(request_id, prompt, sampling)
+
+    def add_prompt(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+        self.prompt.engine.add(
+            AddRequest(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                handover_id=f"handover-{request_id}",
+            )
+        )
+
+    def add_completion(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+        self.completion.engine.add(
+            AddRequest(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt),
+                sampling=sampling,
+                handover_id=f"handover-{request_id}",
+                prompt_engine=self.address,
+            )
+        )
+
+    def run_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
+            self._woken.clear()
+            self.prompt.turn()
+            self.completion.turn()
+            if not (self.prompt.engine.has_work or self.completion.engine.has_work):
+                self._woken.wait(0.01)
+
+    def run_until_drained(self) -> None:
+        self.run_until(lambda: self.prompt.is_drained and self.completion.is_drained, "all blocks are free")
+
+    def answer(self, request_id: str) -> list[int]:
+        """The whole answer: the prompt engine's token and the completion engine's."""
+        first, rest = self.prompt.answers[request_id], self.completion.answers.get(request_id, Answer())
+        assert first.indices + rest.indices == list(range(len(first.indices) + len(rest.indices)))
+        return first.token_ids + rest.token_ids
+
+    def close(self) -> None:
+        self.completion.engine.close()
+        self.prompt.engine.close()
+
+
+@contextmanager
+def engine_pair(checkpoint: Path, **sizes: int) -> Iterator[EnginePair]:
+    pair = EnginePair(checkpoint, **sizes)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def run_normal(checkpoint: Path, prompts: dict[str, list[int]], sampling: SamplingParams) -> dict[str, list[int]]:
+    """What one NORMAL engine answers."""
+    normal = TestEngine(EngineType.NORMAL, tiny_runner(checkpoint, 256), NoHandover)
+    for request_id, prompt in prompts.items():
+        request = AddRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=sampling)
+        normal.engine.add(request)
+    while not all(normal.has_ended(request_id) for request_id in prompts):
+        normal.turn()
+    return {request_id: normal.answers[request_id].token_ids for request_id in prompts}
+
+
+def tiny_runner(checkpoint: Path, num_blocks: int) -> ModelRunner:
+    files = resolve_model(str(checkpoint))
+    config = files.config()
+    token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
+    return load_model_runner(
+        files,
+        weight_format="fp32",
+        block_size=BLOCK_SIZE,
+        kv_bytes=num_blocks * BLOCK_SIZE * token_bytes,
+        num_threads=1,
+    )
+
+
+def region(runner: ModelRunner) -> Region:
+    pool = runner.kv_pool
+    return Region("kv", pool.address, pool.block_bytes, pool.num_blocks)

@@ -1,0 +1,220 @@
+"""Connections to engines, against a bare TCP server whose every byte the test decides."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+import httpx
+import pytest
+
+from proxy.engine_connection import MAX_BUFFERED_BYTES
+from proxy.engine_transport import EngineTransport
+from tests.proxy.builders import until
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
+
+
+class Server:
+    """Counts the connections it gets; `peer` speaks on each of them."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.num_connections = 0
+        self.num_closed = 0
+        self.url = ""
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await self.peer(reader, writer)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        self.num_closed += 1
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    peer: Peer, idle_s: float = 60
+) -> AsyncIterator[tuple[Server, EngineTransport, httpx.AsyncClient]]:
+    handler = Server(peer)
+    server = await asyncio.start_server(handler, "127.0.0.1", 0)
+    handler.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    transport = EngineTransport(idle_s=idle_s)
+    async with httpx.AsyncClient(transport=transport, base_url=handler.url) as client:
+        try:
+            yield handler, transport, client
+            transport.check_invariants()
+        finally:
+            await client.aclose()
+            server.close()
+            await server.wait_closed()
+            await until(lambda: handler.num_closed == handler.num_connections)
+
+
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(
+        (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+    )
+    return head + await reader.readexactly(length)
+
+
+def always(response: bytes) -> Peer:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(response)
+
+    return peer
+
+
+async def test_a_request_reaches_the_engine_and_its_answer_comes_back() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await read_request(reader)
+        writer.write(b"HTTP/1.1 418 T\r\ncontent-length: %d\r\nx: y\r\n\r\n%s" % (len(request), request))
+
+    async with serving(echo) as (_, _, client):
+        response = await client.post("/path?q=1", content=b"body")
+    assert response.status_code == 418
+    assert response.headers["x"] == "y"
+    assert response.content.startswith(b"POST /path?q=1 HTTP/1.1\r\nHost: 127.0.0.1:")
+    assert response.content.endswith(b"\r\n\r\nbody")
+
+
+async def test_requests_one_after_another_use_one_connection() -> None:
+    async with serving(always(OK)) as (server, transport, client):
+        for _ in range(200):
+            assert (await client.get("/")).text == "ok"
+        assert (server.num_connections, transport.num_connections) == (1, 1)
+
+
+async def test_requests_at_once_use_a_connection_each_and_keep_them() -> None:
+    async with serving(always(OK)) as (server, _, client):
+        for _ in range(3):
+            await asyncio.gather(*(client.get("/") for _ in range(10)))
+        assert server.num_connections <= 10
+
+
+async def test_an_idle_connection_that_is_too_old_is_not_used() -> None:
+    async with serving(always(OK), idle_s=0) as (server, _, client):
+        await client.get("/")
+        await asyncio.sleep(0.001)  # the clock of real sockets
+        await client.get("/")
+        assert server.num_connections == 2
+
+
+async def test_an_idle_connection_that_the_engine_closed_is_not_used() -> None:
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK)
+
+    async with serving(once) as (server, transport, client):
+        for number in range(5):
+            assert (await client.get("/")).text == "ok"
+            await until(lambda number=number: server.num_closed == number + 1)
+            idle = next(iter(transport._idle.values()))
+            await until(lambda idle=idle: not idle[-1][0].is_idle)
+        assert server.num_connections == 5
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok", b"HTTP/1.0 200 OK\r\n\r\nok"],
+)
+async def test_a_connection_that_ends_with_its_response_is_not_kept(head: bytes) -> None:
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(head)
+
+    async with serving(once) as (_, transport, client):
+        assert (await client.get("/")).text == "ok"
+        assert transport.num_connections == 0
+
+
+async def test_closing_a_response_early_closes_the_connection_at_once() -> None:
+    left = asyncio.Event()
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        await reader.read()
+        left.set()
+
+    async with serving(endless) as (_, transport, client):
+        async with client.stream("GET", "/") as response:
+            assert await anext(response.aiter_raw()) == b"a"
+        async with asyncio.timeout(1):
+            await left.wait()
+        assert transport.num_connections == 0
+
+
+async def test_cancelling_before_the_answer_closes_the_connection_at_once() -> None:
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        arrived.set()
+        await reader.read()
+        left.set()
+
+    async with serving(silent) as (_, transport, client):
+        request = asyncio.create_task(client.get("/"))
+        await arrived.wait()
+        request.cancel()
+        async with asyncio.timeout(1):
+            await left.wait()
+        await asyncio.gather(request, return_exceptions=True)
+        assert transport.num_connections == 0
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 200", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nok"]
+)
+async def test_an_answer_that_is_cut_short_or_no_http_is_a_protocol_error(answer: bytes) -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(answer)
+
+    async with serving(peer) as (_, transport, client):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.get("/")
+        assert transport.num_connections == 0
+
+
+async def test_an_unreachable_engine_is_a_connect_error() -> None:
+    async with httpx.AsyncClient(transport=EngineTransport(idle_s=1)) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get("http://127.0.0.1:1/")
+
+
+async def test_a_reader_that_does_not_read_pauses_the_engine() -> None:
+    is_paused = asyncio.Event()
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000000\r\n\r\n")
+        for _ in range(100):
+            writer.write(b"x" * 1_000_000)
+            if writer.transport.get_write_buffer_size() > 20_000_000:
+                is_paused.set()
+            await writer.drain() if not is_paused.is_set() else None
+        await writer.drain()
+
+    async with serving(flood) as (_, transport, client), client.stream("GET", "/") as response:
+        (connection,) = transport._in_use
+        await until(lambda: connection._is_paused)
+        assert connection._num_buffered < MAX_BUFFERED_BYTES * 4
+        num_bytes = 0
+        async for chunk in response.aiter_raw():
+            num_bytes += len(chunk)
+        assert num_bytes == 100_000_000
+
+
+async def test_closing_the_transport_closes_every_connection() -> None:
+    async with serving(always(OK)) as (server, transport, client):
+        await client.get("/")
+        await transport.aclose()
+        await until(lambda: server.num_closed == 1)
+        assert transport.num_connections == 0

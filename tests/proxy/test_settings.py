@@ -1,0 +1,49 @@
+import pytest
+
+from proxy.settings import ProxySettings
+from settings.loading import load_settings
+
+
+def load(*argv: str) -> ProxySettings:
+    return load_settings(ProxySettings, "proxy", argv)
+
+
+def test_engines_come_from_repeated_flags() -> None:
+    settings = load(
+        "--prompt-url", "http://a:1/", "--prompt-url", "http://b:1", "--completion-url", "http://c"
+    )
+    assert settings.prompt_url == ("http://a:1", "http://b:1")
+    assert settings.completion_url == ("http://c",)
+    assert settings.normal_url == ()
+
+
+def test_engines_come_from_a_comma_separated_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_PROXY_PROMPT_URL", "http://a:1, http://b:1,http://a:1")
+    assert load().prompt_url == ("http://a:1", "http://b:1")
+
+
+def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_PROXY_PORT", "9001")
+    assert load().port == 9001
+    assert load("--port", "9002").port == 9002
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("port", "x"),
+        ("port", "70000"),
+        ("prompt-url", "a:1"),
+        ("max-body-bytes", "0"),
+        ("stall-timeout-s", "-1"),
+    ],
+)
+def test_a_bad_value_stops_the_start_by_name(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load(f"--{flag}", value)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert f"--{flag}" in lines[0]
+    assert f"TANDEM_PROXY_{flag.replace('-', '_').upper()}" in lines[0]
