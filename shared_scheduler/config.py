@@ -88,6 +88,12 @@ class SchedulerConfig:
         return self.max_model_len + 2 * self.max_num_draft_tokens
 
     @property
+    def num_draft_slots(self) -> int:
+        """Twice the sequences: one that ended in a step that still runs keeps its slot until results are in."""
+        drafts_here = self.max_num_draft_tokens and self.engine_type is not EngineType.PROMPT
+        return 2 * self.max_num_seqs if drafts_here else 0
+
+    @property
     def max_blocks_per_sequence(self) -> int:
         return -(-(self.max_model_len + 1 + self.max_num_draft_tokens) // self.block_size)
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.config import SchedulerConfig
-from shared_scheduler.drafts import DraftChooser, InfoSlots
+from shared_scheduler.drafts import DraftChooser
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.queues import Queues
 from shared_scheduler.rows import Int32Array, RowIndices
@@ -46,14 +46,12 @@ class DecodePlanner:
         config: SchedulerConfig,
         queues: Queues,
         holdings: Holdings,
-        info_slots: InfoSlots,
         drafts: DraftChooser,
         order: DescendingOrder = stable_descending,
     ) -> None:
         self._config = config
         self._queues = queues
         self._holdings = holdings
-        self._info_slots = info_slots
         self._drafts = drafts
         self._order = order
         self._like_reference = not config.preempt_only_on_need
@@ -130,7 +128,7 @@ class DecodePlanner:
                 sequence.schedule.branch_id = sequence.schedule.branch_id.removeprefix(FORK_MARK)
                 self._holdings.make_writable(sequence)
             sequence.schedule.status = SequenceStatus.RUNNING
-            self._info_slots.take(sequence)
+            self._holdings.info_slots.take(sequence)
             queues.join_running([sequence])
 
     def _can_prompts_progress(self) -> bool:
@@ -235,7 +233,6 @@ class DecodePlanner:
     def _preempt(self, sequence: Sequence, plan: DecodePlan) -> int:
         """End it or put it back to be computed again. Returns the blocks that come back only with results."""
         queues = self._queues
-        self._info_slots.give_back(sequence)
         self._holdings.give_back_unused_pin(sequence)
         if self._config.stop_preempted_request or sequence.structured.started:
             sequence.finish(SequenceStatus.FINISHED_PREEMPTED)

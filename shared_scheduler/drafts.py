@@ -1,4 +1,4 @@
-"""Drafted tokens: which of them are worth verifying, and where their state lives."""
+"""Drafted tokens: which of them are worth verifying, and which were accepted."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shared_scheduler.config import SchedulerConfig
-from shared_scheduler.errors import CorruptionError
 from shared_scheduler.rows import Int32Array
 from shared_scheduler.sequence import Sequence
 from shared_scheduler.step_time import StepTimeModel
@@ -16,31 +15,6 @@ Int64Array = npt.NDArray[np.int64]
 
 REJECTED = -1
 """In `accepted`: this draft and all after it were rejected."""
-
-
-class InfoSlots:
-    """One slot of draft state per running sequence; none is ever given when nothing is drafted."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-
-    @property
-    def num_taken(self) -> int:
-        return self._num_slots - len(self._free)
-
-    def take(self, sequence: Sequence) -> None:
-        if not self._num_slots or sequence.draft.info_slot is not None:
-            return
-        if not self._free:
-            raise CorruptionError(f"no draft slot left for {sequence.request_id!r}")
-        sequence.draft.info_slot = self._free.pop()
-
-    def give_back(self, sequence: Sequence) -> None:
-        slot = sequence.draft.info_slot
-        if slot is not None:
-            sequence.draft.info_slot = None
-            self._free.append(slot)
 
 
 class DraftChooser:

@@ -13,6 +13,7 @@ from shared_scheduler.block_manager import AllocStatus, BlockManager
 from shared_scheduler.config import SchedulerConfig
 from shared_scheduler.copies import Copies
 from shared_scheduler.errors import CorruptionError
+from shared_scheduler.info_slots import InfoSlots
 from shared_scheduler.rows import SequenceRows
 from shared_scheduler.sequence import Sequence
 
@@ -28,6 +29,7 @@ class Holdings:
         slots = config.num_state_slots
         self.states = None if slots is None else BlockManager(slots, "state slot")
         self.blocks = BlockManager(config.num_blocks)
+        self.info_slots = InfoSlots(config.num_draft_slots)
         self.rows = SequenceRows(
             min(config.max_num_seqs, 64), INITIAL_TABLE_WIDTH, config.max_blocks_per_sequence
         )
@@ -67,6 +69,7 @@ class Holdings:
             return
         row, slot = sequence.row, sequence.cache.state_id
         table = sequence.cache.block_table
+        self.info_slots.give_back(sequence)
         sequence.unbind_row()
         self.rows.give_back(row)
         if slot is not None and self.states is not None:

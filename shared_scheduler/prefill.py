@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.chunking import CutRules, chunk_length
 from shared_scheduler.config import EngineType, SchedulerConfig
-from shared_scheduler.drafts import InfoSlots
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.queues import Queues
 from shared_scheduler.sequence import FORK_MARK, Sequence
@@ -30,13 +29,10 @@ class PromptPlan:
 class PromptPlanner:
     """Fills a prompt step from the head of `waiting`; a limit that the head does not pass ends the step."""
 
-    def __init__(
-        self, config: SchedulerConfig, queues: Queues, holdings: Holdings, info_slots: InfoSlots
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, queues: Queues, holdings: Holdings) -> None:
         self._config = config
         self._queues = queues
         self._holdings = holdings
-        self._info_slots = info_slots
         self._rules = CutRules(
             alignment=config.cut_alignment,
             min_chunk=config.min_chunk,
@@ -136,7 +132,7 @@ class PromptPlanner:
         is_last = schedule.chunked_rest_len == 0
         if is_last:
             schedule.status = SequenceStatus.RUNNING
-            self._info_slots.take(sequence)
+            self._holdings.info_slots.take(sequence)
             if self._config.engine_type is EngineType.NORMAL:
                 self._queues.num_joining += 1
                 plan.num_last_chunks += 1

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shared_scheduler.drafts import InfoSlots
 from shared_scheduler.errors import RequestError
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.rows import RowIndices
@@ -29,9 +28,8 @@ from shared_scheduler.status import SequenceStatus
 class Queues:
     """The queues of one scheduler."""
 
-    def __init__(self, holdings: Holdings, info_slots: InfoSlots) -> None:
+    def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
-        self._info_slots = info_slots
         self.waiting: deque[Sequence] = deque()
         self.prompted: deque[Sequence] = deque()
         self.running: RowIndices = np.empty(0, np.intp)
@@ -114,7 +112,6 @@ class Queues:
     def end_queued(self, sequence: Sequence) -> bool:
         """Release a sequence that has ended, unless it is in flight; True if it is to be reported."""
         if not sequence.is_in_flight:
-            self._info_slots.give_back(sequence)
             self._holdings.release(sequence)
         return self.report(sequence)
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared_scheduler.config import EngineType, SchedulerConfig
-from shared_scheduler.drafts import InfoSlots, accepted_prefixes
+from shared_scheduler.drafts import accepted_prefixes
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.outputs import FirstToken, Int64Array, SchedulerOutputs, StepResults
 from shared_scheduler.queues import Queues
@@ -31,13 +31,10 @@ class _Outcome:
 class ResultProcessor:
     """Applies the results of one step at a time, in the order the steps were launched."""
 
-    def __init__(
-        self, config: SchedulerConfig, queues: Queues, holdings: Holdings, info_slots: InfoSlots
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, queues: Queues, holdings: Holdings) -> None:
         self._config = config
         self._queues = queues
         self._holdings = holdings
-        self._info_slots = info_slots
         self._eos = frozenset(config.eos_token_ids)
         self._like_reference = not config.preempt_only_on_need
 
@@ -226,7 +223,6 @@ class ResultProcessor:
         ended = list(dict.fromkeys([*finished, *gone]))
         self._queues.leave_running(ended)
         for sequence in ended:
-            self._info_slots.give_back(sequence)
             if sequence.is_in_flight:
                 self._queues.disturb()
             else:

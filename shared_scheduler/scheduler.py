@@ -9,7 +9,7 @@ from shared_scheduler.batch import Batch, BatchBuilder
 from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.decode import DecodePlan, DecodePlanner, DescendingOrder, stable_descending
-from shared_scheduler.drafts import DraftChooser, InfoSlots
+from shared_scheduler.drafts import DraftChooser
 from shared_scheduler.errors import CorruptionError, RequestError, SchedulerError
 from shared_scheduler.forks import Forks
 from shared_scheduler.holdings import Holdings
@@ -54,13 +54,12 @@ class Scheduler:
         agree_on_config(config, self._group)
         self._clock = StepClock(config)
         self._holdings = Holdings(config)
-        info_slots = InfoSlots(config.max_num_seqs if config.max_num_draft_tokens else 0)
-        self._queues = Queues(self._holdings, info_slots)
-        self._prompts = PromptPlanner(config, self._queues, self._holdings, info_slots)
+        self._queues = Queues(self._holdings)
+        self._prompts = PromptPlanner(config, self._queues, self._holdings)
         self._step_time = StepTimeModel(graph_sizes)
         drafts = DraftChooser(config, self._step_time)
-        self._decodes = DecodePlanner(config, self._queues, self._holdings, info_slots, drafts, order)
-        self._results = ResultProcessor(config, self._queues, self._holdings, info_slots)
+        self._decodes = DecodePlanner(config, self._queues, self._holdings, drafts, order)
+        self._results = ResultProcessor(config, self._queues, self._holdings)
         self._forks = Forks(config, self._queues, self._holdings)
         self._remote = RemoteArrivals(config, self._queues, self._holdings, self._results)
         self._batches = BatchBuilder(

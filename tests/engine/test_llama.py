@@ -1,3 +1,4 @@
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from engine.model_runner import ModelRunner
 from model_files import ModelFilesError, resolve_model
 from tests.engine.builders import StepOf, batch_of, save_tiny_model
 
-BLOCK_SIZE = 4
+BLOCK_SIZE, NUM_TOKENS = 4, 20
 PROMPT = np.random.default_rng(0).integers(3, 128, 45).tolist()
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -42,13 +43,23 @@ FAMILIES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """A random checkpoint and what transformers makes of it."""
+
+    path: Path
+    logits: torch.Tensor
+    """float32 [len(PROMPT), vocab]"""
+    greedy_ids: list[int]
+    """NUM_TOKENS tokens after PROMPT."""
+
+
 @pytest.fixture(params=FAMILIES, scope="module")
-def tiny(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, transformers.PreTrainedModel]:
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     family, options = FAMILIES[request.param]
     path = tmp_path_factory.mktemp("tiny")
-    return path, save_tiny_model(path, family, **options)
+    model = save_tiny_model(path, family, **options)
+    return Tiny(path, reference_logits(model, PROMPT), reference_tokens(model, PROMPT, NUM_TOKENS))
 
 
 def load_runner(path: Path, weight_format: WeightFormat = "fp32") -> ModelRunner:
@@ -97,30 +108,23 @@ def reference_tokens(model: transformers.PreTrainedModel, prompt: list[int], num
     return output[0, len(prompt) :].tolist()
 
 
-def test_every_prefix_gives_the_reference_logits(tiny: tuple[Path, transformers.PreTrainedModel]) -> None:
-    path, model = tiny
-    runner, expected = load_runner(path), reference_logits(model, PROMPT)
+def test_every_prefix_gives_the_reference_logits(tiny: Tiny) -> None:
+    runner = load_runner(tiny.path)
     for end in (1, 2, 3, 4, 5, 10, 11, 12, 20, 45):
-        torch.testing.assert_close(
-            run(runner, StepOf(PROMPT[:end], 0, table(1, end)))[0], expected[end - 1], rtol=1e-4, atol=1e-4
-        )
+        logits = run(runner, StepOf(PROMPT[:end], 0, table(1, end)))[0]
+        torch.testing.assert_close(logits, tiny.logits[end - 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("chunks", [[], [1], [44], [11, 12, 40], [4, 8, 16, 32], list(range(1, 45))])
-def test_greedy_tokens_equal_generate_for_every_chunking(
-    tiny: tuple[Path, transformers.PreTrainedModel], chunks: list[int]
-) -> None:
-    path, model = tiny
-    assert generate(load_runner(path), PROMPT, 20, chunks) == reference_tokens(model, PROMPT, 20)
+def test_greedy_tokens_equal_generate_for_every_chunking(tiny: Tiny) -> None:
+    runner = load_runner(tiny.path)
+    for chunks in ([], [1], [44], [11, 12, 40], [4, 8, 16, 32], list(range(1, 45))):
+        assert generate(runner, PROMPT, NUM_TOKENS, chunks) == tiny.greedy_ids, chunks
 
 
-def test_a_step_that_mixes_chunks_and_decodes_gives_what_each_gives_alone(
-    tiny: tuple[Path, transformers.PreTrainedModel],
-) -> None:
-    path, _ = tiny
+def test_a_step_that_mixes_chunks_and_decodes_gives_what_each_gives_alone(tiny: Tiny) -> None:
     lengths = [(20, 19), (45, 30), (7, 0), (1, 0), (33, 32), (40, 0)]
     steps = [StepOf(PROMPT[:end], start, table(1 + 12 * i, end)) for i, (end, start) in enumerate(lengths)]
-    alone, together = load_runner(path), load_runner(path)
+    alone, together = load_runner(tiny.path), load_runner(tiny.path)
     for runner in (alone, together):
         for step in steps:
             if step.start:

