@@ -1,7 +1,7 @@
 """Both transports against memcpy, by block size and total: `python -m benchmarks.transfer [--json FILE]`.
 
 A second process serves a pool; this one reads scattered blocks of it into its own. `rate` is compared with
-memcpy over the same blocks in the same run, `cpu` is what both processes spend for each GB, against memcpy's.
+memcpy over the same blocks, taken in turn with it; `cpu` is what both processes spend for each GB.
 """
 
 import argparse
@@ -148,33 +148,43 @@ def read(connection: Connection, remote: BlockIds, local: BlockIds) -> None:
             time.sleep(BUSY_S)
 
 
-def measure_memcpy(source: Pool, target: Pool, remote: BlockIds, local: BlockIds, repeats: int) -> Cost:
-    pairs = list(zip(remote.tolist(), local.tolist(), strict=True))
+class Clocks:
+    """Wall time and CPU time of a thing done several times."""
 
-    def copy() -> None:
-        for remote_id, local_id in pairs:
-            target.blocks[local_id] = source.blocks[remote_id]
+    def __init__(self) -> None:
+        self._walls: list[float] = []
+        self._cpu_s = 0.0
 
-    copy()
-    walls, cpu_s = [], time.process_time()
-    for _ in range(repeats):
+    @contextmanager
+    def time(self, source: SourceProcess | None = None) -> Iterator[None]:
+        """CPU of this process and, if given, of the source."""
+        cpu_s = time.process_time() + (source.cpu_s() if source else 0.0)
         start_s = time.perf_counter()
-        copy()
-        walls.append(time.perf_counter() - start_s)
-    return Cost(statistics.median(walls), (time.process_time() - cpu_s) / repeats)
+        yield
+        self._walls.append(time.perf_counter() - start_s)
+        self._cpu_s += time.process_time() + (source.cpu_s() if source else 0.0) - cpu_s
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(statistics.median(self._walls), self._cpu_s / len(self._walls))
 
 
-def measure_path(
-    path: Path, target: Pool, block_bytes: int, total_bytes: int, ids: tuple[BlockIds, BlockIds], repeats: int
-) -> Cost:
+def measure(
+    path: Path, block_bytes: int, total_bytes: int, ids: tuple[BlockIds, BlockIds], repeats: int
+) -> tuple[Cost, Cost]:
+    """Memcpy and the path over the same blocks, in turn, so that both see the same machine."""
+    local_source, target = Pool(block_bytes, total_bytes), Pool(block_bytes, total_bytes)
+    pairs = list(zip(*(item.tolist() for item in ids), strict=True))
+    copies, reads = Clocks(), Clocks()
     with connected(path, target, block_bytes, total_bytes) as (connection, source):
         read(connection, *ids)
-        walls, cpu_s = [], time.process_time() + source.cpu_s()
         for _ in range(repeats):
-            start_s = time.perf_counter()
-            read(connection, *ids)
-            walls.append(time.perf_counter() - start_s)
-        return Cost(statistics.median(walls), (time.process_time() + source.cpu_s() - cpu_s) / repeats)
+            with copies.time():
+                for remote_id, local_id in pairs:
+                    target.blocks[local_id] = local_source.blocks[remote_id]
+            with reads.time(source):
+                read(connection, *ids)
+    return copies.cost, reads.cost
 
 
 def measure_latency_us(path: Path, repeats: int) -> float:
@@ -228,17 +238,13 @@ def _compare(
     repeats: int,
     order: str,
 ) -> None:
-    target = Pool(block_bytes, total_bytes)
     gigabytes = ids[0].size * block_bytes / GB
-    copied = measure_memcpy(Pool(block_bytes, total_bytes), target, *ids, repeats)
     label = f"{block_bytes // KIB}K {order} {total_bytes // MIB}M"
-    report.add(f"memcpy, {label}", "rate", gigabytes / copied.wall_s, "GB/s")
-    report.add(f"memcpy, {label}", "cpu", copied.cpu_s / gigabytes, "s/GB")
     for path in candidates:
-        cost = measure_path(path, target, block_bytes, total_bytes, ids, repeats)
+        copied, moved = measure(path, block_bytes, total_bytes, ids, repeats)
         case = f"{path.name}, {label}"
-        report.add(case, "rate", gigabytes / cost.wall_s, "GB/s", gigabytes / copied.wall_s)
-        report.add(case, "cpu", cost.cpu_s / gigabytes, "s/GB", copied.cpu_s / gigabytes)
+        report.add(case, "rate", gigabytes / moved.wall_s, "GB/s", gigabytes / copied.wall_s)
+        report.add(case, "cpu", moved.cpu_s / gigabytes, "s/GB", copied.cpu_s / gigabytes)
 
 
 def main() -> None:

@@ -1,17 +1,38 @@
 """The engine: executes what the scheduler decides, one step at a time."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from dataclasses import dataclass
 
-import numpy as np
-
+from engine.activity import ActivityLog
+from engine.copies import has_copies
 from engine.handover_role import HandoverRole
 from engine.ipc import AddRequest, EngineStats, RequestFailure, RequestOutput
-from engine.model_runner import Int32Array, ModelRunner
-from engine.sampler import NO_LOGPROBS, SampledTokens, Sampler, SamplingRows
-from shared_scheduler import RequestError, Scheduler, SchedulerOutputs, Sequence, SequenceStatus, StepResults
+from engine.model_runner import ModelRunner
+from engine.sampler import SampledTokens, Sampler
+from engine.step_executor import ModelStep, OverlappedExecutor, StepExecutor, SynchronousExecutor
+from shared_scheduler import (
+    EngineType,
+    RequestError,
+    Scheduler,
+    SchedulerOutputs,
+    Sequence,
+    SequenceStatus,
+    StepResults,
+)
 from wire.services import OutputToken, ServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose results have not been processed."""
+
+    outputs: SchedulerOutputs
+    sampled: Future[SampledTokens]
+    launched_s: float
 
 
 class LLMEngine:
@@ -24,12 +45,20 @@ class LLMEngine:
         sampler: Sampler,
         role: HandoverRole,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        overlap: bool = False,
+        activity_log: ActivityLog | None = None,
     ) -> None:
+        """`overlap`: schedule a step, and process the results of the one before, while the model runs."""
         self._scheduler = scheduler
-        self._runner = runner
-        self._sampler = sampler
+        model_step = ModelStep(runner, sampler)
+        self._executor: StepExecutor = (
+            OverlappedExecutor(model_step) if overlap else SynchronousExecutor(model_step)
+        )
+        self._in_flight: deque[LaunchedStep] = deque()
         self._role = role
         self._clock = clock
+        self._activity_log = activity_log
         self.num_empty_steps = 0
         """Steps in a row that had nothing to run."""
         self._refused: list[RequestOutput] = []
@@ -38,10 +67,11 @@ class LLMEngine:
         self._num_output_tokens = 0
         self._num_preempted = 0
         self._busy_s = 0.0
+        self._busy_until_s = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return bool(self._in_flight) or self._scheduler.has_work()
 
     def add(self, request: AddRequest) -> None:
         """Take a request in; one that cannot be served is answered by the next `poll` or `step`."""
@@ -68,18 +98,16 @@ class LLMEngine:
         return (*refused, *self._role.poll(self._clock()))
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, run, process: the outputs of every request that got a token or ended."""
-        started_s = self._clock()
-        outputs = self._scheduler.schedule()
-        sampled = self._execute(outputs)
-        results = self._scheduler.process_outputs(outputs, sampled.token_ids, now_s=self._clock())
-        ended = (*outputs.finished, *outputs.ignored, *results.finished)
-        self._role.after_step(results.prompts_done, ended)
-        self.num_empty_steps = self.num_empty_steps + 1 if outputs.is_empty else 0
-        if not outputs.is_empty:
-            self._count(outputs, results, started_s)
-        self._num_preempted += sum(s.status is SequenceStatus.FINISHED_PREEMPTED for s in ended)
-        return report_step(outputs, results, sampled, ended)
+        """Launch a step and process the oldest one: the outputs of every request that got a token or ended.
+
+        With overlap, the step just launched runs on: its results belong to the next call.
+        """
+        reports: list[RequestOutput] = []
+        is_launched = self._may_schedule() and self._launch(self._scheduler.schedule(), reports)
+        num_ahead = self._executor.num_ahead if is_launched else 0
+        while len(self._in_flight) > num_ahead:
+            self._finish(self._in_flight.popleft(), reports)
+        return reports
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -98,43 +126,68 @@ class LLMEngine:
         )
 
     def close(self) -> None:
+        self._executor.close()
         self._role.close()
 
-    def _execute(self, outputs: SchedulerOutputs) -> SampledTokens:
-        if outputs.batch is None:
-            return NOTHING_SAMPLED
-        logits = self._runner.forward(outputs.batch)
-        rows = sampling_rows(outputs.sequences, outputs.batch.output_indices)
-        return self._sampler.sample(logits, rows)
+    def _may_schedule(self) -> bool:
+        if not self._in_flight:
+            return True
+        return self._scheduler.has_work() and not self._goes_on(self._in_flight[-1].outputs)
 
-    def _count(self, outputs: SchedulerOutputs, results: StepResults, started_s: float) -> None:
+    def _goes_on(self, outputs: SchedulerOutputs) -> bool:
+        """Does a sequence of this prompt step belong into the next step, which it would miss?"""
+        is_normal = self._scheduler.config.engine_type is EngineType.NORMAL
+        return outputs.prompt_run and (
+            is_normal or any(sequence.schedule.chunked_rest_len for sequence in outputs.sequences)
+        )
+
+    def _launch(self, outputs: SchedulerOutputs, reports: list[RequestOutput]) -> bool:
+        """Start what was scheduled, if anything; report what ended by being scheduled."""
+        is_idle = outputs.is_empty and not self._in_flight
+        self.num_empty_steps = self.num_empty_steps + 1 if is_idle else 0
+        is_launched = not outputs.is_empty or has_copies(outputs.copies)
+        if is_launched:
+            launched_s = self._clock()
+            self._in_flight.append(LaunchedStep(outputs, self._executor.launch(outputs), launched_s))
+        ended = (*outputs.finished, *outputs.ignored)
+        self._role.after_step((), ended)
+        self._num_preempted += sum(s.status is SequenceStatus.FINISHED_PREEMPTED for s in ended)
+        reports += map(report_end, ended)
+        return is_launched
+
+    def _finish(self, step: LaunchedStep, reports: list[RequestOutput]) -> None:
+        """Wait for a step's results, apply and report them."""
+        sampled = step.sampled.result()
+        results = self._scheduler.process_outputs(step.outputs, sampled.token_ids, now_s=self._clock())
+        self._role.after_step(results.prompts_done, results.finished)
+        self._count(step, results)
+        reports += report_results(step.outputs, results, sampled)
+
+    def _count(self, step: LaunchedStep, results: StepResults) -> None:
+        """Time counts once where steps overlap."""
+        if step.outputs.is_empty:
+            return
+        now_s = self._clock()
+        busy_s = now_s - max(step.launched_s, self._busy_until_s)
+        self._busy_until_s = now_s
+        num_output_tokens = int(results.token_ids.size)
+        self._busy_s += busy_s
         self._num_steps += 1
-        self._num_output_tokens += int(results.token_ids.size)
-        if outputs.prompt_run:
-            self._num_prompt_tokens += outputs.num_batched_tokens
-        self._busy_s += self._clock() - started_s
+        self._num_output_tokens += num_output_tokens
+        if step.outputs.prompt_run:
+            self._num_prompt_tokens += step.outputs.num_batched_tokens
+        if self._activity_log is not None:
+            self._activity_log.count(step.outputs, num_output_tokens, busy_s, self._scheduler)
 
 
-NOTHING_SAMPLED = SampledTokens(np.empty(0, np.int64), None)
+def report_end(sequence: Sequence) -> RequestOutput:
+    return RequestOutput(request_id=sequence.request_id, finish_reason=sequence.finish_reason)
 
 
-def sampling_rows(sequences: Items[Sequence], output_indices: Int32Array) -> SamplingRows:
-    """How to draw the next token of each sequence."""
-    params = [sequence.sampling for sequence in sequences]
-    return SamplingRows(
-        temperature=np.array([p.temperature for p in params], np.float32),
-        top_k=np.array([p.top_k for p in params], np.int32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        seed=np.array([p.seed for p in params], np.int64),
-        output_index=output_indices,
-        num_logprobs=np.array([NO_LOGPROBS if p.logprobs is None else p.logprobs for p in params], np.int32),
-    )
-
-
-def report_step(
-    outputs: SchedulerOutputs, results: StepResults, sampled: SampledTokens, ended: Items[Sequence]
+def report_results(
+    outputs: SchedulerOutputs, results: StepResults, sampled: SampledTokens
 ) -> list[RequestOutput]:
-    """One output for each sequence that got tokens or ended in this step."""
+    """One output for each sequence that got tokens or ended with this step's results."""
     reports = [
         RequestOutput(
             request_id=sequence.request_id,
@@ -146,11 +199,7 @@ def report_step(
         if results.num_appended[index]
     ]
     reported = {report.request_id for report in reports}
-    reports += [
-        RequestOutput(request_id=sequence.request_id, finish_reason=sequence.finish_reason)
-        for sequence in ended
-        if sequence.request_id not in reported
-    ]
+    reports += [report_end(s) for s in results.finished if s.request_id not in reported]
     return reports
 
 

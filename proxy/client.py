@@ -82,7 +82,10 @@ class Client:
     async def send_events(self, events: bytes) -> None:
         """Server-sent events, already framed; the first ones bring the status line with them."""
         if not self.has_started:
-            await self._send_head(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
+            await self._send_head(
+                200,
+                {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"},
+            )
         await self._send_part(events, is_last=False)
 
     async def end_events(self, events: bytes) -> None:

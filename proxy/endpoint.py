@@ -90,6 +90,7 @@ class _Exchange:
                 raise NotServing("this proxy is shutting down", code="shutting_down")
             settings = services.settings
             body = await self._client.read_body(settings.max_body_bytes, settings.body_timeout_s)
+            self._started_s = time.monotonic()
             await self._serve_until_client_leaves(parse, body)
         except ClientGone:
             status = "client_left"
@@ -129,6 +130,7 @@ class _Exchange:
         kind = "true" if request.stream else "false"
         with services.draining.admit(), services.metrics.open_requests.labels(kind).track_inprogress():
             prepared = await services.preparation.prepare(request)
+            self._record_routes(prepared)
             answer = self._answer_shape(request)
             self._choices = [
                 self._choice(index, request, choice, answer) for index, choice in enumerate(prepared)
@@ -138,6 +140,13 @@ class _Exchange:
             except EngineFailure as failure:
                 raise _in_client_terms(failure, request) from failure
             await answer.finish(self._usage())
+
+    def _record_routes(self, prepared: Sequence[PreparedChoice]) -> None:
+        """A fallback to an engine that serves alone must be visible to operators and clients."""
+        kinds = ["pair" if isinstance(choice.route, Pair) else "normal" for choice in prepared]
+        for kind in kinds:
+            self._services.metrics.routes.labels(kind).inc()
+        self._client.headers["x-tandem-route"] = ",".join(sorted(set(kinds)))
 
     def _answer_shape(self, request: ChatRequest | TextRequest) -> AnswerShape:
         builder = ResponseBuilder(self._kind, self._request_id, request.model, int(time.time()))

@@ -159,7 +159,9 @@ class EngineDirectory:
             if engine.is_ready:
                 logger.info("%s engine %s is ready", engine.role, engine.url)
             else:
-                logger.warning("%s engine %s: %s", engine.role, engine.url, engine.problem)
+                # An engine that is still starting is nothing to worry about.
+                level = logging.INFO if before.info is engine.info is None else logging.WARNING
+                logger.log(level, "%s engine %s: %s", engine.role, engine.url, engine.problem)
         if before != engine:
             self._changed.set()
             self._changed = asyncio.Event()

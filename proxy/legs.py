@@ -75,8 +75,9 @@ class EngineCalls:
 
     async def prompt(self, engine: Engine, request: PromptRequest) -> PromptResponse:
         """The first token; cancelling the call aborts the prompt."""
-        async with self._open(engine, "/v1/prompt", request) as response:
-            content = await _within(self.timeouts.first_byte_s, engine, response.aread())
+        timeout_s = self.timeouts.first_byte_s
+        async with self._open(engine, "/v1/prompt", request, timeout_s) as response:
+            content = await _within(timeout_s, engine, response.aread())
         try:
             answer = _prompt_decoder.decode(content)
         except msgspec.MsgspecError as error:
@@ -86,10 +87,12 @@ class EngineCalls:
         return answer
 
     @asynccontextmanager
-    async def completion(self, engine: Engine, request: CompletionRequest) -> AsyncIterator["CompletionLeg"]:
-        """An accepted completion stream; leaving the context before its end aborts it."""
-        async with self._open(engine, "/v1/completion", request) as response:
-            leg = CompletionLeg(engine, response, self.timeouts)
+    async def completion(
+        self, engine: Engine, request: CompletionRequest, timeout_s: float | None
+    ) -> AsyncIterator["CompletionLeg"]:
+        """A completion stream, accepted within `timeout_s`; leaving the context before its end aborts it."""
+        async with self._open(engine, "/v1/completion", request, timeout_s) as response:
+            leg = CompletionLeg(engine, response)
             try:
                 yield leg
             finally:
@@ -97,7 +100,7 @@ class EngineCalls:
 
     @asynccontextmanager
     async def _open(
-        self, engine: Engine, path: str, body: PromptRequest | CompletionRequest
+        self, engine: Engine, path: str, body: PromptRequest | CompletionRequest, timeout_s: float | None
     ) -> AsyncIterator[httpx.Response]:
         """A response with status 200; anything else is raised as the failure it is."""
         request = self._http.build_request(
@@ -109,7 +112,7 @@ class EngineCalls:
         )
         with _translated(engine):
             sending = self._http.send(request, stream=True)
-            response = await _within(self.timeouts.first_byte_s, engine, sending)
+            response = await _within(timeout_s, engine, sending)
             try:
                 if response.status_code != 200:
                     raise await _refusal(engine, response)
@@ -121,18 +124,17 @@ class EngineCalls:
 class CompletionLeg:
     """The tokens of one completion stream, in batches of what arrived together."""
 
-    def __init__(self, engine: Engine, response: httpx.Response, timeouts: LegTimeouts) -> None:
+    def __init__(self, engine: Engine, response: httpx.Response) -> None:
         self._engine = engine
         self._chunks: AsyncGenerator[bytes] = response.aiter_raw()  # type: ignore[assignment]
         self._parser = EventStreamParser()
-        self._timeouts = timeouts
         self._has_ended = False
 
-    async def next_batch(self, timeout_s: float | None = None) -> LegBatch:
-        """At least one token or an end; silence for `timeout_s` (else the stall time-out) is a failure."""
+    async def next_batch(self, timeout_s: float | None) -> LegBatch:
+        """At least one token or an end; silence for `timeout_s` is a failure."""
         assert not self._has_ended
         while True:
-            chunk = await _within(timeout_s or self._timeouts.stall_s, self._engine, self._read())
+            chunk = await _within(timeout_s, self._engine, self._read())
             if chunk is None:
                 raise EngineBroke(self._engine.role, "the engine's stream ended without a finish reason")
             batch = self._join(self._parser.push(chunk))
@@ -178,14 +180,16 @@ class CompletionLeg:
         return LegBatch(tuple(tokens), None, num_cached_tokens)
 
 
-async def _within(timeout_s: float, engine: Engine, work: Awaitable[ResultT]) -> ResultT:
+async def _within(timeout_s: float | None, engine: Engine, work: Awaitable[ResultT]) -> ResultT:
     try:
         async with asyncio.timeout(timeout_s):
             return await work
     except TimeoutError:
-        raise EngineTooSlow(
-            engine.role, f"the {engine.role} engine said nothing for {timeout_s:g} s"
-        ) from None
+        raise too_slow(engine, timeout_s) from None
+
+
+def too_slow(engine: Engine, timeout_s: float | None) -> EngineTooSlow:
+    return EngineTooSlow(engine.role, f"the {engine.role} engine said nothing for {timeout_s:g} s")
 
 
 @contextmanager

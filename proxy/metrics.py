@@ -19,6 +19,12 @@ class ProxyMetrics:
             ("endpoint", "status"),
             registry=registry,
         )
+        self.routes = Counter(
+            "tandem_proxy_routes",
+            "Choices sent to engines, by route: pair, or normal for an engine that serves alone",
+            ("kind",),
+            registry=registry,
+        )
         self.cancellations = Counter(
             "tandem_proxy_cancellations",
             "Requests whose client left before the answer was complete, by what it was waiting for",

@@ -239,9 +239,9 @@ def parse_text(body: bytes) -> TextRequest:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name in _ASKS_FOR_NOTHING.keys() & fields.keys():
-        value = fields[name]
-        if value is None or any(_is_same(value, neutral) for neutral in _ASKS_FOR_NOTHING[name]):
+    for name, neutrals in _ASKS_FOR_NOTHING.items():
+        value = fields.get(name)
+        if value is None or any(_is_same(value, neutral) for neutral in neutrals):
             continue
         raise BadRequest(
             f"{name} is not supported by this server yet (got {_shortened(value)})",

@@ -18,6 +18,9 @@ from proxy.pairing import (
 from proxy.text_model import TextModel
 from wire.sampling import MAX_SEED, SamplingParams
 
+GREEDY_BELOW = 1e-4
+"""Temperatures below this differ from 0 in nothing but overflowing logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedChoice:
@@ -85,7 +88,7 @@ class Preparation:
         if route is None:
             raise self._not_serving()
         max_tokens = _max_tokens(request, len(prompt_token_ids), route)
-        return PreparedChoice(prompt_token_ids, _sampling(request, max_tokens), route)
+        return PreparedChoice(prompt_token_ids, _sampling(request, max_tokens, self._text.vocab_size), route)
 
 
 def prompt_field(request: ChatRequest | TextRequest) -> str:
@@ -116,12 +119,12 @@ def _asked_max_tokens(request: GenerationRequest) -> tuple[str, int | None]:
     return "max_tokens", request.max_tokens
 
 
-def _sampling(request: ChatRequest | TextRequest, max_tokens: int) -> SamplingParams:
-    top_k = request.top_k or 0
+def _sampling(request: ChatRequest | TextRequest, max_tokens: int, vocab_size: int) -> SamplingParams:
+    temperature = 1.0 if request.temperature is None else request.temperature
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_k=max(top_k, 0),
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=min(max(request.top_k or 0, 0), vocab_size),
         top_p=1.0 if request.top_p is None else request.top_p,
         # Both legs must draw from the same noise; OpenAI's seeds are signed.
         seed=secrets.randbits(63) if request.seed is None else request.seed & MAX_SEED,

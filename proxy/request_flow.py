@@ -10,12 +10,12 @@ A leg that fails cancels the other at once; cancelling `run` cancels both.
 """
 
 import asyncio
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, failure_from_finish
-from proxy.legs import CompletionLeg, EngineCalls, LegBatch
+from proxy.legs import CompletionLeg, EngineCalls, LegBatch, too_slow
 from proxy.pairing import Pair, Route, Single
 from proxy.text_stream import EndOfText
 from proxy.token_batch import TokenBatch, TokenSink
@@ -63,9 +63,10 @@ async def _run_single(calls: EngineCalls, engine: Engine, request: ChoiceRequest
         prompt_token_ids=request.prompt_token_ids,
         sampling=request.sampling,
     )
-    async with calls.completion(engine, body) as leg:
-        first = await leg.next_batch(calls.timeouts.first_byte_s)
-        await _relay(engine, leg, first, sink, next_index=0)
+    timeouts = calls.timeouts
+    async with calls.completion(engine, body, timeouts.first_byte_s) as leg:
+        first = await leg.next_batch(timeouts.first_byte_s)
+        await _relay(engine, leg, first, sink, next_index=0, stall_s=timeouts.stall_s)
 
 
 class _PairFlow:
@@ -82,7 +83,11 @@ class _PairFlow:
         self._completion = completion
         self._request = request
         self._sink = sink
-        self._started_s = asyncio.get_running_loop().time()
+        self._timeouts = calls.timeouts
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        self._completion_patience: asyncio.Timeout | None = None
+        """Runs from the prompt engine's answer: until then that engine is the one being waited for."""
         self._prompt_answered = asyncio.Event()
         self._prompt_leg_ended = asyncio.Event()
         self._completion_answered = asyncio.Event()
@@ -106,6 +111,8 @@ class _PairFlow:
 
     async def _pass_on_first_token(self, completion_leg: asyncio.Task[None]) -> None:
         answer = await self._call_prompt()
+        if self._completion_patience is not None:
+            self._completion_patience.reschedule(self._loop.time() + self._timeouts.first_byte_s)
         finish_reason = self._end_of_text(answer)
         if finish_reason is None:
             await self._wait_for_early_refusal()
@@ -145,18 +152,32 @@ class _PairFlow:
 
     async def _run_completion_leg(self) -> None:
         try:
-            async with self._calls.completion(self._completion, self._completion_request()) as leg:
-                self._completion_answered.set()
-                first = await leg.next_batch(self._calls.timeouts.first_byte_s)
+            async with AsyncExitStack() as until_end:
+                leg, first = await self._open_completion_leg(until_end)
                 if first.failure is not None and not first.tokens:
                     raise first.failure
                 await self._first_token_is_out.wait()
-                await _relay(self._completion, leg, first, self._sink, next_index=1)
+                stall_s = self._timeouts.stall_s
+                await _relay(self._completion, leg, first, self._sink, next_index=1, stall_s=stall_s)
         except EngineFailure as failure:
             self._completion_failure = failure
             self._completion_answered.set()
             await self._let_prompt_leg_explain(failure)
             raise
+
+    async def _open_completion_leg(self, until_end: AsyncExitStack) -> tuple[CompletionLeg, LegBatch]:
+        """The leg and its first tokens, which cannot come before the prompt is computed."""
+        try:
+            async with asyncio.timeout(None) as self._completion_patience:
+                leg = await until_end.enter_async_context(
+                    self._calls.completion(self._completion, self._completion_request(), None)
+                )
+                self._completion_answered.set()
+                return leg, await leg.next_batch(None)
+        except TimeoutError:
+            raise too_slow(self._completion, self._timeouts.first_byte_s) from None
+        finally:
+            self._completion_patience = None
 
     async def _let_prompt_leg_explain(self, failure: EngineFailure) -> None:
         """Where the hand-over failed: the prompt leg, if it ends the request in time, cancels the caller."""
@@ -195,7 +216,7 @@ def _precedence(failure: BaseException) -> int:
 
 
 async def _relay(
-    engine: Engine, leg: CompletionLeg, first: LegBatch, sink: TokenSink, *, next_index: int
+    engine: Engine, leg: CompletionLeg, first: LegBatch, sink: TokenSink, *, next_index: int, stall_s: float
 ) -> None:
     """Pass on the leg's tokens in order of index until it ends or the sink wants no more."""
     batch = first
@@ -212,7 +233,7 @@ async def _relay(
             return
         if batch.failure is not None:
             raise batch.failure
-        batch = await leg.next_batch()
+        batch = await leg.next_batch(stall_s)
 
 
 def _in_order(engine: Engine, tokens: tuple[OutputToken, ...], next_index: int) -> tuple[OutputToken, ...]:

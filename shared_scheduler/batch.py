@@ -1,15 +1,14 @@
 """The arrays a worker takes, built from rows; a decode step touches no sequence object."""
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from shared_scheduler.block_manager import BlockManager
+from shared_scheduler.cohort import Cohort
 from shared_scheduler.errors import CorruptionError
 from shared_scheduler.rows import Int32Array, RowIndices, SequenceRows
-from shared_scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +18,7 @@ class Batch:
     `token_ids`, `positions`, `slot_mapping` (block_id * block_size + offset, where the token's KV is
     written): [T]. `seqlens_q`, `seqlens_k` (k counts the tokens this step writes), `state_slots` (0: none):
     [N]. `block_tables`: [N, W], W as wide as the longest k needs, 0 beyond what a sequence holds. The arrays
-    are copies and stay valid.
+    stay valid; steps with the same members share some, so do not write to them.
 
     `output_indices` [N]: index of the output token this step samples (noise = f(seed, index)).
     `input_from_previous` [N]: -1, or the row of the previous batch whose sampled token is this row's first
@@ -89,9 +88,10 @@ class BatchBuilder:
         self._positions = np.arange(max_model_len + 1, dtype=np.int32)
         self._offsets = np.arange(block_size, dtype=np.int32)
 
-    def prompt(self, sequences: Many[Sequence], rows: RowIndices, seqlens_q: Int32Array) -> Batch:
+    def prompt(self, cohort: Cohort, seqlens_q: Int32Array) -> Batch:
         """Chunk i is the next seqlens_q[i] tokens of sequence i that are not cached."""
-        starts = self._rows.cached[rows]
+        sequences, rows = cohort.sequences, cohort.rows
+        starts = self._rows.num_tokens[rows] - self._rows.uncached[rows]
         seqlens_k = starts + seqlens_q
         total = int(seqlens_q.sum())
         token_ids = np.empty(total, np.int32)
@@ -107,7 +107,6 @@ class BatchBuilder:
             slot_mapping[at:to] = self._slots(row, start, end)
             at = to
         self._check_writable(slot_mapping // self._block_size)
-        count = int(seqlens_q.size)
         return Batch(
             is_prompt=True,
             block_size=self._block_size,
@@ -117,45 +116,43 @@ class BatchBuilder:
             seqlens_q=seqlens_q,
             seqlens_k=seqlens_k,
             block_tables=self._gather_tables(rows, int(seqlens_k.max())),
-            state_slots=self._rows.state_slot[rows],
-            output_indices=self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows],
-            input_from_previous=np.full(count, -1, np.int32),
+            state_slots=cohort.state_slots,
+            output_indices=self._rows.num_tokens[rows] - cohort.num_prompt_tokens,
+            input_from_previous=cohort.minus_ones,
         )
 
-    def decode(self, rows: RowIndices, previous_rows: RowIndices | None) -> Batch:
-        """One token of each row; `previous_rows` are those of a step whose results are not back."""
-        state = self._rows
-        positions = state.cached[rows]
-        num_outputs = state.num_tokens[rows] - state.num_prompt_tokens[rows]
-        token_ids = state.last_token[rows]
-        count = int(rows.size)
-        input_from_previous = np.full(count, -1, np.int32)
+    def decode(self, cohort: Cohort, reach: Int32Array, previous_rows: RowIndices | None) -> Batch:
+        """One token of each member, the last of the `reach[i]` that it has with those in flight.
+
+        Longest first. `previous_rows` are those of a step whose results are not back.
+        """
+        rows = cohort.rows
+        token_ids = self._rows.last_token[rows]
+        input_from_previous = cohort.minus_ones
         if previous_rows is not None:
-            inflight = state.inflight[rows]
-            positions += inflight
-            num_outputs += inflight
-            input_from_previous = self._rows_of_previous(rows, inflight, previous_rows)
+            input_from_previous = self._rows_of_previous(rows, previous_rows)
             token_ids[input_from_previous >= 0] = 0
-        seqlens_k = positions + 1
-        max_k = int(seqlens_k.max())
+        positions = reach - 1
+        max_k = int(reach[0])
         return Batch(
-            is_prompt=False,
-            block_size=self._block_size,
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=self._one_slot_each(rows, positions, max_k),
-            seqlens_q=np.ones(count, np.int32),
-            seqlens_k=seqlens_k,
-            block_tables=self._gather_tables(rows, max_k),
-            state_slots=state.state_slot[rows],
-            output_indices=num_outputs,
-            input_from_previous=input_from_previous,
+            False,
+            self._block_size,
+            token_ids,
+            positions,
+            self._one_slot_each(rows, positions, max_k),
+            cohort.ones,
+            reach,
+            self._gather_tables(rows, max_k),
+            cohort.state_slots,
+            reach - cohort.num_prompt_tokens,
+            input_from_previous,
         )
 
-    def verify(self, sequences: Many[Sequence], rows: RowIndices, previous_rows: RowIndices | None) -> Batch:
+    def verify(self, cohort: Cohort, reach: Int32Array, previous_rows: RowIndices | None) -> Batch:
         """Like `decode`, with each sequence's drafts behind its newest token."""
-        single = self.decode(rows, previous_rows)
-        drafts = [sequence.draft.token_ids for sequence in sequences]
+        rows = cohort.rows
+        single = self.decode(cohort, reach, previous_rows)
+        drafts = [sequence.draft.token_ids for sequence in cohort.sequences]
         seqlens_q = np.array([1 + len(ids) for ids in drafts], np.int32)
         first = np.cumsum(seqlens_q) - seqlens_q
         owner = np.repeat(np.arange(rows.size), seqlens_q)
@@ -206,8 +203,9 @@ class BatchBuilder:
     def _gather_tables(self, rows: RowIndices, max_k: int) -> Int32Array:
         return self._rows.tables[rows, : -(-max_k // self._block_size)]
 
-    def _rows_of_previous(self, rows: RowIndices, inflight: Int32Array, previous: RowIndices) -> Int32Array:
+    def _rows_of_previous(self, rows: RowIndices, previous: RowIndices) -> Int32Array:
+        """Each row's place in the previous batch if its result is not back, else -1."""
         place = np.full(self._rows.capacity, -1, np.int32)
         place[previous] = np.arange(previous.size, dtype=np.int32)
-        found: Int32Array = np.where(inflight > 0, place[rows], np.int32(-1))
+        found: Int32Array = np.where(self._rows.inflight[rows] > 0, place[rows], np.int32(-1))
         return found

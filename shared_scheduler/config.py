@@ -89,7 +89,7 @@ class SchedulerConfig:
 
     @property
     def num_draft_slots(self) -> int:
-        """Twice the sequences: one that ended in a step that still runs keeps its slot until results are in."""
+        """Twice the sequences: what ended in a step that still runs keeps its slot until results are in."""
         drafts_here = self.max_num_draft_tokens and self.engine_type is not EngineType.PROMPT
         return 2 * self.max_num_seqs if drafts_here else 0
 

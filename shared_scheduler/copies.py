@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Copies:
     """Executed before the step, clones first, then zeroes.
 
@@ -13,3 +13,7 @@ class Copies:
     clone_blocks: list[tuple[int, int]] = field(default_factory=list)
     clone_states: list[tuple[int, int]] = field(default_factory=list)
     zero_states: list[int] = field(default_factory=list)
+
+
+NO_COPIES = Copies()
+"""What most steps need; shared, so never add to it."""

@@ -16,6 +16,7 @@ from shared_scheduler.sequence import FORK_MARK, Sequence
 from shared_scheduler.status import SequenceStatus
 
 NO_ROWS: RowIndices = np.empty(0, np.intp)
+NO_LENGTHS: Int32Array = np.empty(0, np.int32)
 
 DescendingOrder = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.intp]]
 """Indices that put keys in descending order. The reference's `std::sort` leaves the order of equals open."""
@@ -30,6 +31,8 @@ class DecodePlan:
     """Rows of one decode step, longest sequence first, and those that ended on the way."""
 
     rows: RowIndices = field(default_factory=lambda: NO_ROWS)
+    reach: Int32Array = field(default_factory=lambda: NO_LENGTHS)
+    """Tokens of each row, those in flight included, drafts not."""
     has_drafts: bool = False
     finished: list[Sequence] = field(default_factory=list)
     ignored: list[Sequence] = field(default_factory=list)
@@ -97,16 +100,9 @@ class DecodePlanner:
         if is_overlapped:
             reach += rows.inflight[candidates]
         if self._grow_all(candidates, reach):
-            plan.rows = candidates
+            plan.rows, plan.reach = candidates, reach
         else:
             self._fill_from_shortest(plan, candidates)
-
-    def can_admit_prompted(self) -> bool:
-        """Would a decode step move, or end, the head of `prompted` now?"""
-        if not self._queues.prompted:
-            return False
-        head = self._queues.prompted[0]
-        return head.is_finished or (self._has_place() and self._can_make_writable(head))
 
     # ----- who is there
 
@@ -202,10 +198,10 @@ class DecodePlanner:
             elif not self._is_available(needed, coming):
                 preempted.append(sequence.row)
                 coming += self._preempt(sequence, plan)
-        lengths = np.array([s.num_tokens + s.schedule.total_inflight_tokens for s in scheduled], np.int32)
-        order = self._order(lengths)
+        reach = np.array([s.num_tokens + s.schedule.total_inflight_tokens for s in scheduled], np.int32)
+        order = self._order(reach)
         scheduled_rows = np.array([s.row for s in scheduled], np.intp)
-        plan.rows = scheduled_rows[order]
+        plan.rows, plan.reach = scheduled_rows[order], reach[order]
         # A step after one with drafts comes here too: rejected drafts leave blocks to give back.
         queues.has_drafts = plan.has_drafts = any(s.draft.token_ids for s in scheduled)
         # Those that only sit this step out stay in `running`.
@@ -246,6 +242,5 @@ class DecodePlanner:
             return int(np.count_nonzero(self._holdings.blocks.counts()[sequence.cache.block_table] == 1))
         self._holdings.release(sequence)
         if not sequence.is_finished:
-            sequence.schedule.branch_id = sequence.schedule.branch_id.removeprefix(FORK_MARK)
             sequence.reset_for_recompute()
         return 0

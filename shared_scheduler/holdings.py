@@ -11,7 +11,7 @@ import numpy as np
 
 from shared_scheduler.block_manager import AllocStatus, BlockManager
 from shared_scheduler.config import SchedulerConfig
-from shared_scheduler.copies import Copies
+from shared_scheduler.copies import NO_COPIES, Copies
 from shared_scheduler.errors import CorruptionError
 from shared_scheduler.info_slots import InfoSlots
 from shared_scheduler.rows import SequenceRows
@@ -117,7 +117,10 @@ class Holdings:
 
     def take_copies(self) -> Copies:
         """The copies collected since the last call; they go with the step being built."""
-        copies, self._copies = self._copies, Copies()
+        copies = self._copies
+        if not (copies.zero_states or copies.clone_blocks or copies.clone_states):
+            return NO_COPIES
+        self._copies = Copies()
         return copies
 
     def check_invariants(self, holders: Iterable[Sequence]) -> None:

@@ -24,7 +24,7 @@ class CacheLedger:
 
     __slots__ = (
         "_num_tokens", "_row", "_rows", "block_size", "hit_tokens", "last_copied_state_token",
-        "swa_valid_start",
+        "previous_num_tokens", "swa_valid_start",
     )  # fmt: skip
 
     def __init__(self, block_size: int) -> None:
@@ -33,17 +33,17 @@ class CacheLedger:
         """Prompt tokens found cached when the sequence was admitted."""
         self.swa_valid_start = 0
         self.last_copied_state_token = 0
+        self.previous_num_tokens = 0
+        """`num_tokens` before `advance_optimistically`; of meaning until the commit."""
         self._num_tokens = 0
         self._rows: SequenceRows | None = None
         self._row = NO_ROW
 
     @property
     def num_tokens(self) -> int:
-        return self._num_tokens if self._rows is None else int(self._rows.cached[self._row])
-
-    @property
-    def previous_num_tokens(self) -> int:
-        return self._num_tokens if self._rows is None else int(self._rows.previous_cached[self._row])
+        if self._rows is None:
+            return self._num_tokens
+        return int(self._rows.num_tokens[self._row] - self._rows.uncached[self._row])
 
     @property
     def block_table(self) -> Int32Array:
@@ -56,21 +56,18 @@ class CacheLedger:
         return slot or None
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """KV of the first `num_tokens` tokens is in the blocks (it was copied or moved there)."""
+        """KV of the first `num_tokens` tokens is in the blocks (it was computed, copied or moved there)."""
         if self._rows is None:
             self._num_tokens = num_tokens
         else:
-            self._rows.cached[self._row] = self._rows.previous_cached[self._row] = num_tokens
+            self._rows.uncached[self._row] = self._rows.num_tokens[self._row] - num_tokens
 
     def advance_optimistically(self, num_tokens: int) -> None:
-        assert self._rows is not None
-        cached = self._rows.cached[self._row]
-        self._rows.previous_cached[self._row] = cached
-        self._rows.cached[self._row] = cached + num_tokens
+        self.previous_num_tokens = self.num_tokens
+        self.set_num_tokens(self.previous_num_tokens + num_tokens)
 
     def commit_processed_tokens(self, num_tokens: int) -> None:
-        assert self._rows is not None
-        self._rows.cached[self._row] = self._rows.previous_cached[self._row] + num_tokens
+        self.set_num_tokens(self.previous_num_tokens + num_tokens)
 
     def reset(self) -> None:
         self.set_num_tokens(0)

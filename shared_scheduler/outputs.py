@@ -1,12 +1,13 @@
 """What a step hands to the engine, and what its results say."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from shared_scheduler.batch import Batch
-from shared_scheduler.copies import Copies
+from shared_scheduler.cohort import Cohort
+from shared_scheduler.copies import NO_COPIES, Copies
 from shared_scheduler.rows import Int32Array, RowIndices
 from shared_scheduler.sequence import Sequence
 
@@ -23,17 +24,24 @@ class SchedulerOutputs:
 
     step_id: int
     prompt_run: bool
-    sequences: tuple[Sequence, ...]
-    rows: RowIndices
+    cohort: Cohort
     seqlens_q: Int32Array
     batch: Batch | None
     finished: tuple[Sequence, ...] = ()
     ignored: tuple[Sequence, ...] = ()
-    copies: Copies = field(default_factory=Copies)
+    copies: Copies = NO_COPIES
     num_last_chunks: int = 0
     """Prompts that this step completes and that go on to decode here."""
     num_cached_tokens: int = 0
     """Prompt tokens found cached by the sequences whose first chunk this step runs."""
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return self.cohort.sequences
+
+    @property
+    def rows(self) -> RowIndices:
+        return self.cohort.rows
 
     @property
     def is_empty(self) -> bool:

@@ -65,6 +65,8 @@ class PromptPlanner:
             if sum_k_left is not None and sum_k_left < sequence.num_tokens:
                 break
             if status is AllocStatus.LATER:
+                if self._make_way(sequence):
+                    continue
                 break
             length = self._chunk_length(sequence, config.max_num_batched_tokens - used)
             if length == 0:
@@ -78,21 +80,23 @@ class PromptPlanner:
             if sum_k_left is not None:
                 sum_k_left -= sequence.num_tokens
             is_last = self._take_head(plan, length)
-            num_sequences += is_last
+            num_sequences += 1
             if not is_last and config.engine_type is EngineType.NORMAL:
                 break
         return plan
 
     def has_admissible_head(self) -> bool:
-        """Would a prompt step take, or end, the head of `waiting` now?"""
+        """Would a prompt step take, or end, a waiting sequence now?"""
         if not self._queues.waiting:
             return False
         head = self._queues.waiting[0]
-        if head.is_finished:
+        if head.is_finished or self._is_too_long(head):
             return True
         if not head.schedule.schedulable:
             return False
-        return self._is_too_long(head) or self._can_hold(head) is not AllocStatus.LATER
+        return self._can_hold(head) is not AllocStatus.LATER or self._way_for(head) is not None
+
+    # ----- limits
 
     def _is_too_long(self, sequence: Sequence) -> bool:
         config = self._config
@@ -102,9 +106,43 @@ class PromptPlanner:
         return sequence.num_tokens > bound
 
     def _can_hold(self, sequence: Sequence) -> AllocStatus:
+        if sequence.num_blocks_needed() > self._holdings.blocks.num_usable:
+            return AllocStatus.NEVER
         missing = self._holdings.num_missing(sequence)
         slots = self._holdings.num_missing_slots(sequence)
         return self._holdings.can_hold(missing, slots)
+
+    def _make_way(self, head: Sequence) -> bool:
+        """The head must wait for blocks: see to it that they come. True if the queue has changed."""
+        way = self._way_for(head)
+        if way is None:
+            return False
+        for sequence in way:
+            if self._can_hold(sequence) is AllocStatus.OK:
+                self._queues.waiting.remove(sequence)
+                self._queues.waiting.appendleft(sequence)
+            else:
+                self._holdings.give_back_unused_pin(sequence)
+                self._holdings.release(sequence)
+                sequence.reset_for_recompute()
+        return True
+
+    def _way_for(self, head: Sequence) -> list[Sequence] | None:
+        """Waiting sequences that hold blocks the head needs.
+
+        One that can go on goes first: only its end gives its blocks back. If there is none, and nothing
+        else in the engine will ever free a block, forks must give up their pins and compute for themselves.
+        """
+        queues = self._queues
+        placed = queues.num_running + len(queues.prompted) + len(queues.held)
+        if not self._config.preempt_only_on_need or self._holdings.rows.num_taken <= placed:
+            return None
+        holders = [s for s in queues.waiting if s.holds_blocks and not s.is_finished and s is not head]
+        for sequence in holders:
+            if sequence.schedule.schedulable and self._can_hold(sequence) is AllocStatus.OK:
+                return [sequence]
+        will_free = queues.num_running or queues.num_joining or queues.prompted or queues.held
+        return holders if holders and not will_free else None
 
     def _chunk_length(self, sequence: Sequence, room: int) -> int:
         start = sequence.cache.num_tokens

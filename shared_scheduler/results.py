@@ -4,14 +4,13 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.drafts import accepted_prefixes
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.outputs import FirstToken, Int64Array, SchedulerOutputs, StepResults
 from shared_scheduler.queues import Queues
-from shared_scheduler.rows import RowIndices
+from shared_scheduler.rows import Int32Array, RowIndices
 from shared_scheduler.sequence import Sequence
 from shared_scheduler.status import SequenceStatus
 
@@ -60,28 +59,24 @@ class ResultProcessor:
         self, outputs: SchedulerOutputs, token_ids: Int64Array, now_s: float, is_overlapped: bool
     ) -> StepResults:
         rows, at, sequences = self._holdings.rows, outputs.rows, outputs.sequences
+        end_lengths, num_appended = outputs.cohort.end_lengths, outputs.cohort.ones
         self._finish_inflight(at, is_overlapped)
-        num_appended = np.ones(at.size, np.int32)
         gone: list[Sequence] = []
         finished: list[Sequence] = []
         if outputs.step_id <= self._queues.disturbed_step_id:
             is_live = np.array([s.status is SequenceStatus.RUNNING for s in sequences], bool)
             for i in np.flatnonzero(~is_live).tolist():
                 self._drop(sequences[i], finished, gone)
-            at, token_ids, num_appended = at[is_live], token_ids[is_live], is_live.astype(np.int32)
             sequences = tuple(sequences[i] for i in np.flatnonzero(is_live).tolist())
-        cached = rows.cached[at]
-        rows.previous_cached[at] = cached
-        rows.cached[at] = cached + 1
-        num_tokens = rows.num_tokens[at] + 1
-        rows.num_tokens[at] = num_tokens
-        if at.size:
-            rows.append_one_each(at, token_ids)
-        for i in self._suspects(at, num_tokens, token_ids):
+            at, token_ids, end_lengths = at[is_live], token_ids[is_live], end_lengths[is_live]
+            num_appended = is_live.astype(np.int32)
+        num_tokens = rows.append_one_each(at, token_ids)
+        for i in self._suspects(at, num_tokens, end_lengths, token_ids):
             if self.check_stop(sequences[i], int(token_ids[i]), int(num_tokens[i])):
                 finished.append(sequences[i])
         first_tokens = self._first_of_forks(sequences, now_s) if self._queues.expects_first_tokens else ()
-        self._leave(finished, gone)
+        if finished or gone:
+            self._leave(finished, gone)
         return StepResults(token_ids, num_appended, tuple(finished), first_tokens)
 
     def _finish_inflight(self, at: RowIndices, is_overlapped: bool) -> None:
@@ -96,15 +91,16 @@ class ResultProcessor:
         rows.last_inflight[at] = left
 
     def _suspects(
-        self, at: RowIndices, num_tokens: npt.NDArray[np.int32], token_ids: Int64Array
+        self, at: RowIndices, num_tokens: Int32Array, end_lengths: Int32Array, token_ids: Int64Array
     ) -> list[int]:
         """Positions whose sequences may have met a stop condition; most steps have none."""
-        mask = num_tokens >= self._holdings.rows.end_length[at]
+        mask = num_tokens >= end_lengths
         for eos in self._eos:
             mask |= token_ids == eos
         if self._queues.num_with_stop_ids:
             mask |= self._holdings.rows.has_stop_ids[at] > 0
-        return np.flatnonzero(mask).tolist()
+        positions: list[int] = mask.nonzero()[0].tolist()
+        return positions
 
     # ----- decode with drafts: the accepted prefix, then the sampled token
 

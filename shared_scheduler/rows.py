@@ -28,15 +28,13 @@ COLUMNS = (
     "num_prompt_tokens",
     "end_length",  # the sequence ends when it has this many tokens
     "has_stop_ids",  # 1: the request names stop tokens of its own
-    "cached",  # tokens whose KV is owned
-    "previous_cached",
+    "uncached",  # committed tokens whose KV is not owned; 1 for every sequence that decodes
     "inflight",  # tokens launched and not yet answered, all steps
     "last_inflight",  # of these, those of the newest step
     "last_token",
     "num_blocks",
     "state_slot",  # 0: none
-    "new_start",  # new_tokens[row, new_start:new_end] are not in the sequence's array yet
-    "new_end",
+    "new_base",  # token number t is in new_tokens[row, t - new_base] until the sequence stores it
 )
 
 
@@ -47,15 +45,13 @@ class SequenceRows:
     num_prompt_tokens: Int32Array
     end_length: Int32Array
     has_stop_ids: Int32Array
-    cached: Int32Array
-    previous_cached: Int32Array
+    uncached: Int32Array
     inflight: Int32Array
     last_inflight: Int32Array
     last_token: Int32Array
     num_blocks: Int32Array
     state_slot: Int32Array
-    new_start: Int32Array
-    new_end: Int32Array
+    new_base: Int32Array
 
     def __init__(self, capacity: int, width: int, max_width: int) -> None:
         self._max_width = max_width
@@ -86,8 +82,9 @@ class SequenceRows:
             self._double()
         row = self._free.pop()
         self._columns[:, row] = 0
+        self.num_tokens[row] = owner.num_stored
         # Rows start at different places, so that they do not all have to be emptied in the same step.
-        self.new_start[row] = self.new_end[row] = row * 37 % NEW_TOKENS_WIDTH
+        self.new_base[row] = owner.num_stored - row * 37 % NEW_TOKENS_WIDTH
         self.owners[row] = owner
         return row
 
@@ -130,33 +127,34 @@ class SequenceRows:
         self.tables = wider
 
     def append_token(self, row: int, token_id: int) -> None:
-        end = int(self.new_end[row])
-        self.new_tokens[row, end] = token_id
+        at = int(self.num_tokens[row] - self.new_base[row])
+        self.new_tokens[row, at] = token_id
         self.last_token[row] = token_id
         self.num_tokens[row] += 1
-        self.new_end[row] = end + 1
-        if end + 1 == NEW_TOKENS_WIDTH:
+        if at + 1 == NEW_TOKENS_WIDTH:
             self.flush(row)
 
-    def append_one_each(self, rows: RowIndices, token_ids: npt.NDArray[np.integer]) -> None:
-        """One token to each of distinct rows."""
-        end = self.new_end[rows]
-        self.new_tokens.reshape(-1)[rows * NEW_TOKENS_WIDTH + end] = token_ids
+    def append_one_each(self, rows: RowIndices, token_ids: npt.NDArray[np.integer]) -> Int32Array:
+        """One token to each of distinct rows; returns their new lengths."""
+        num_tokens = self.num_tokens[rows]
+        at = num_tokens - self.new_base[rows]
+        self.new_tokens.reshape(-1)[rows * NEW_TOKENS_WIDTH + at] = token_ids
         self.last_token[rows] = token_ids
-        end += 1
-        self.new_end[rows] = end
-        if int(end.max()) == NEW_TOKENS_WIDTH:
-            for row in rows[end == NEW_TOKENS_WIDTH].tolist():
+        num_tokens += 1
+        self.num_tokens[rows] = num_tokens
+        if at.size and int(at.max()) == NEW_TOKENS_WIDTH - 1:
+            for row in rows[at == NEW_TOKENS_WIDTH - 1].tolist():
                 self.flush(row)
+        return num_tokens
 
     def flush(self, row: int) -> None:
-        """Move the row's newest tokens to its sequence."""
-        start, end = int(self.new_start[row]), int(self.new_end[row])
-        if start == end and end < NEW_TOKENS_WIDTH:
-            return
+        """Let the row's sequence store its newest tokens."""
         owner: Sequence = self.owners[row]
-        owner.store_tokens(self.new_tokens[row, start:end])
-        self.new_start[row] = self.new_end[row] = 0 if end == NEW_TOKENS_WIDTH else end
+        base, num_tokens = int(self.new_base[row]), int(self.num_tokens[row])
+        if owner.num_stored < num_tokens:
+            owner.store_tokens(self.new_tokens[row, owner.num_stored - base : num_tokens - base])
+        if num_tokens - base == NEW_TOKENS_WIDTH:
+            self.new_base[row] = num_tokens
 
     def _double(self) -> None:
         old = self.capacity
@@ -179,8 +177,8 @@ class SequenceRows:
             num_blocks = self.num_blocks[row]
             assert (self.tables[row, :num_blocks] > 0).all(), f"a hole in the table of row {row}"
             assert not self.tables[row, num_blocks:].any(), f"row {row} lists blocks it does not hold"
-            num_new = int(self.new_end[row] - self.new_start[row])
-            assert self.num_tokens[row] == owner.num_stored + num_new, f"tokens of row {row} do not add up"
+            num_new = int(self.num_tokens[row] - self.new_base[row])
+            assert 0 <= self.num_tokens[row] - owner.num_stored <= num_new < NEW_TOKENS_WIDTH
         for row in self._free:
             assert self.owners[row] is None
             assert not self.tables[row].any()

@@ -7,6 +7,7 @@ import numpy as np
 
 from shared_scheduler.batch import Batch, BatchBuilder
 from shared_scheduler.block_manager import AllocStatus
+from shared_scheduler.cohort import Cohort, CohortCache
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.decode import DecodePlan, DecodePlanner, DescendingOrder, stable_descending
 from shared_scheduler.drafts import DraftChooser
@@ -18,7 +19,6 @@ from shared_scheduler.prefill import PromptPlan, PromptPlanner
 from shared_scheduler.queues import Queues
 from shared_scheduler.remote import RemoteArrivals
 from shared_scheduler.results import ResultProcessor
-from shared_scheduler.rows import Int32Array, RowIndices
 from shared_scheduler.sequence import Sequence
 from shared_scheduler.status import SequenceStatus
 from shared_scheduler.step_time import StepTimeModel
@@ -66,8 +66,7 @@ class Scheduler:
             self._holdings.rows, self._holdings.blocks, config.block_size, config.position_limit
         )
         self._in_flight: deque[SchedulerOutputs] = deque()
-        self._sequences: tuple[Sequence, ...] = ()
-        self._sequences_of: RowIndices | None = None
+        self._cohorts = CohortCache(self._holdings.rows)
 
     # ----- requests
 
@@ -199,7 +198,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Would schedule() do something useful now?"""
         queues = self._queues
-        if queues.has_marked or queues.num_running or self._decodes.can_admit_prompted():
+        if queues.has_marked or queues.num_running or queues.prompted:
             return True
         return self._prompts.has_admissible_head()
 
@@ -270,83 +269,57 @@ class Scheduler:
 
     def _prompt_outputs(self, plan: PromptPlan, swept: list[Sequence]) -> SchedulerOutputs:
         rows = np.array([sequence.row for sequence in plan.sequences], np.intp)
+        cohort = self._cohorts.of(rows, tuple(plan.sequences))
         seqlens_q = np.array(plan.seqlens_q, np.int32)
-        return self._outputs(
+        return SchedulerOutputs(
+            self._queues.last_step_id,
             True,
-            tuple(plan.sequences),
-            rows,
+            cohort,
             seqlens_q,
-            self._batches.prompt(plan.sequences, rows, seqlens_q) if plan.sequences else None,
-            finished=swept,
-            ignored=plan.ignored,
-            plan=plan,
+            self._batches.prompt(cohort, seqlens_q) if plan.sequences else None,
+            tuple(swept),
+            tuple(plan.ignored),
+            self._holdings.take_copies(),
+            plan.num_last_chunks,
+            plan.num_cached_tokens,
         )
 
     def _decode_outputs(self, plan: DecodePlan, swept: list[Sequence]) -> SchedulerOutputs:
-        rows = self._holdings.rows
-        batch = None
-        seqlens_q = np.empty(0, np.int32)
-        if plan.rows.size:
-            previous = self._in_flight[-1].rows if self._in_flight else None
-            if plan.has_drafts:
-                batch = self._batches.verify(self._sequences_in(plan.rows), plan.rows, previous)
-                for sequence in self._sequences_in(plan.rows):
-                    sequence.draft.token_ids = ()  # from here on they count as in flight
-            else:
-                batch = self._batches.decode(plan.rows, previous)
-            seqlens_q = batch.seqlens_q
-            self._check_positions(batch)
-            rows.inflight[plan.rows] += seqlens_q
-            rows.last_inflight[plan.rows] = seqlens_q
-        return self._outputs(
-            False,
-            self._sequences_in(plan.rows),
-            plan.rows,
-            seqlens_q,
-            batch,
-            finished=[*swept, *plan.finished] if swept or plan.finished else (),
-            ignored=plan.ignored,
-        )
-
-    def _outputs(
-        self,
-        prompt_run: bool,
-        sequences: tuple[Sequence, ...],
-        rows: RowIndices,
-        seqlens_q: Int32Array,
-        batch: Batch | None,
-        *,
-        finished: Many[Sequence] = (),
-        ignored: Many[Sequence] = (),
-        plan: PromptPlan | None = None,
-    ) -> SchedulerOutputs:
+        cohort = self._cohorts.again(plan.rows)
+        batch = self._decode_batch(cohort, plan) if plan.rows.size else None
         return SchedulerOutputs(
             self._queues.last_step_id,
-            prompt_run,
-            sequences,
-            rows,
-            seqlens_q,
+            False,
+            cohort,
+            cohort.ones if batch is None else batch.seqlens_q,
             batch,
-            tuple(finished),
-            tuple(ignored),
+            (*swept, *plan.finished),
+            tuple(plan.ignored),
             self._holdings.take_copies(),
-            plan.num_last_chunks if plan else 0,
-            plan.num_cached_tokens if plan else 0,
         )
 
-    def _sequences_in(self, rows: RowIndices) -> tuple[Sequence, ...]:
-        """The owners of rows; remembered while the batch stays the same."""
-        if rows is not self._sequences_of:
-            self._sequences = tuple(self._holdings.rows.owners[rows].tolist())
-            self._sequences_of = rows
-        return self._sequences
+    def _decode_batch(self, cohort: Cohort, plan: DecodePlan) -> Batch:
+        rows = self._holdings.rows
+        previous = self._in_flight[-1].rows if self._in_flight else None
+        if plan.has_drafts:
+            batch = self._batches.verify(cohort, plan.reach, previous)
+            for sequence in cohort.sequences:
+                sequence.draft.token_ids = ()  # from here on they count as in flight
+        else:
+            batch = self._batches.decode(cohort, plan.reach, previous)
+        self._check_positions(int(plan.reach[0]))
+        if previous is None:
+            rows.inflight[plan.rows] = batch.seqlens_q
+        else:
+            rows.inflight[plan.rows] += batch.seqlens_q
+        rows.last_inflight[plan.rows] = batch.seqlens_q
+        return batch
 
-    def _check_positions(self, batch: Batch) -> None:
+    def _check_positions(self, longest: int) -> None:
         """A decode step pads every q to the largest and may look one set of drafts further."""
-        num_drafts = self.config.max_num_draft_tokens
-        longest = int((batch.seqlens_k - batch.seqlens_q).max()) + num_drafts + 1 + num_drafts
-        if longest > self.config.position_limit:
-            raise CorruptionError(f"a step reaches position {longest}, beyond {self.config.position_limit}")
+        end = longest + 2 * self.config.max_num_draft_tokens
+        if end > self.config.position_limit:
+            raise CorruptionError(f"a step reaches position {end}, beyond {self.config.position_limit}")
 
     def _check_block_size(self, sequence: Sequence) -> None:
         if sequence.cache.block_size != self.config.block_size:

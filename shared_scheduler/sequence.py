@@ -107,7 +107,9 @@ class Sequence:
         """Append to the sequence's own array (doubling it); rows call this when they are flushed."""
         end = self._num_stored + token_ids.size
         if end > self._tokens.size:
-            self._tokens = np.resize(self._tokens, max(2 * self._tokens.size, end))
+            tokens = np.empty(max(2 * self._tokens.size, end), np.int32)
+            tokens[: self._num_stored] = self._tokens[: self._num_stored]
+            self._tokens = tokens
         self._tokens[self._num_stored : end] = token_ids
         self._num_stored = end
 
@@ -161,7 +163,6 @@ class Sequence:
 
     def bind_row(self, rows: SequenceRows, row: int, end_length: int) -> None:
         """Move the numbers that change every step into `rows[row]`."""
-        rows.num_tokens[row] = self._num_stored
         rows.num_prompt_tokens[row] = self.num_prompt_tokens
         rows.end_length[row] = end_length
         rows.has_stop_ids[row] = bool(self.sampling.stop_token_ids)
@@ -182,4 +183,5 @@ class Sequence:
         """Forget everything computed, keep every token."""
         self.cache.reset()
         self.schedule.chunked_rest_len = 0
+        self.schedule.branch_id = self.schedule.branch_id.removeprefix(FORK_MARK)
         self.draft.clear()

@@ -65,6 +65,8 @@ class TestEngine:
         make_role: Callable[[Scheduler], HandoverRole],
         *,
         max_num_seqs: int = 8,
+        overlap: bool = False,
+        stop_preempted_request: bool = True,
     ) -> None:
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -76,9 +78,10 @@ class TestEngine:
                 max_model_len=min(200, (runner.kv_pool.num_blocks - 1) * BLOCK_SIZE),
                 eos_token_ids=(EOS,),
                 remote_growth_tokens=8,
+                stop_preempted_request=stop_preempted_request,
             )
         )
-        self.engine = LLMEngine(self.scheduler, runner, Sampler(), make_role(self.scheduler))
+        self.engine = LLMEngine(self.scheduler, runner, Sampler(), make_role(self.scheduler), overlap=overlap)
         self.answers: dict[str, Answer] = {}
 
     def turn(self) -> None:
@@ -102,7 +105,14 @@ class TestEngine:
 class EnginePair:
     """Both engines; `run_until` turns them, waiting only for the transfer threads."""
 
-    def __init__(self, checkpoint: Path, *, prompt_blocks: int = 64, completion_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        prompt_blocks: int = 64,
+        completion_blocks: int = 64,
+        overlap: bool = False,
+    ) -> None:
         self._woken = threading.Event()
         identity = Identity("p-engine", 1, {"block_size": str(BLOCK_SIZE)})
         settings = TransferSettings(lease_s=5.0)
@@ -118,12 +128,16 @@ class EnginePair:
             sink_identity, [region(completion_runner)], self.transport, settings, self._woken.set
         )
         self.prompt = TestEngine(
-            EngineType.PROMPT, prompt_runner, lambda scheduler: PromptHandover(scheduler, self._source)
+            EngineType.PROMPT,
+            prompt_runner,
+            lambda scheduler: PromptHandover(scheduler, self._source),
+            overlap=overlap,
         )
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
             lambda scheduler: CompletionHandover(scheduler, self._sink, wait_s=20.0),
+            overlap=overlap,
         )
         self.address = PromptEngineAddress(
             engine_id="p-engine", epoch=1, control_address=self._source.control_address
@@ -180,15 +194,17 @@ class EnginePair:
 
 
 @contextmanager
-def engine_pair(checkpoint: Path, **sizes: int) -> Iterator[EnginePair]:
-    pair = EnginePair(checkpoint, **sizes)
+def engine_pair(checkpoint: Path, **options: int) -> Iterator[EnginePair]:
+    pair = EnginePair(checkpoint, **options)
     try:
         yield pair
     finally:
         pair.close()
 
 
-def run_normal(checkpoint: Path, prompts: dict[str, list[int]], sampling: SamplingParams) -> dict[str, list[int]]:
+def run_normal(
+    checkpoint: Path, prompts: dict[str, list[int]], sampling: SamplingParams
+) -> dict[str, list[int]]:
     """What one NORMAL engine answers."""
     normal = TestEngine(EngineType.NORMAL, tiny_runner(checkpoint, 256), NoHandover)
     for request_id, prompt in prompts.items():

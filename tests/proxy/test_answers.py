@@ -148,7 +148,10 @@ async def test_a_stop_string_across_the_hand_over_ends_both_legs() -> None:
 async def test_a_normal_engine_serves_alone() -> None:
     answering = Answering(TEXT, num_cached_tokens=1)
     async with stack(MockEngine("normal", answering.normal)) as running:
-        answer = (await running.complete()).json()
+        response = await running.complete()
+        assert running.metric("tandem_proxy_routes_total", kind="normal") == 1
+    answer = response.json()
+    assert response.headers["x-tandem-route"] == "normal"
     request = running.engines[0].calls[0].completion_request
     assert (request.handover_id, request.prompt_engine) == (None, None)
     assert answer["choices"][0]["text"] == TEXT
@@ -180,6 +183,16 @@ async def test_a_missing_seed_is_drawn_and_a_negative_one_is_folded() -> None:
     first, second, third, fourth = (call.prompt_request.sampling.seed for call in running.engines[0].calls)
     assert first != second
     assert (third, fourth) == (5, 2**63 - 1)
+
+
+async def test_extreme_sampling_parameters_reach_no_engine() -> None:
+    answering = Answering("a")
+    async with pair_stack(answering.prompt, answering.completion) as running:
+        await running.complete(top_k=10**18, temperature=1e-300)
+        await running.complete(top_k=-1)
+    first, second = (call.prompt_request.sampling for call in running.engines[0].calls)
+    assert (first.top_k, first.temperature) == (running.services.text.vocab_size, 0.0)
+    assert (second.top_k, second.temperature) == (0, 1.0)
 
 
 async def test_without_max_tokens_all_that_is_left_of_the_pair_is_allowed() -> None:

@@ -315,6 +315,26 @@ async def test_an_engine_that_falls_silent_is_504() -> None:
         await expect_cancelled(running.engines[1])
 
 
+async def test_the_completion_engines_time_begins_with_the_first_token() -> None:
+    async def prompt(call: Call) -> None:
+        await asyncio.sleep(0.6)  # the time-outs under test are on real sockets
+        await call.first_token(ids("a")[0])
+
+    async def completion(call: Call) -> None:
+        await asyncio.sleep(1.2)
+        await Answering("ab", finish_reason="length").completion(call)
+
+    async with pair_stack(prompt, completion, first_byte_timeout_s=1.0) as running:
+        assert (await running.complete()).json()["choices"][0]["text"] == "ab"
+
+
+async def test_a_completion_engine_that_never_takes_over_is_504() -> None:
+    async with pair_stack(first_token(), silent, first_byte_timeout_s=0.3) as running:
+        await expect_refusal(running, 504, "engine_timeout", is_streamed=False)
+        *_, error, done = events((await running.complete(stream=True)).text)
+        assert (json.loads(error)["error"]["code"], done) == ("engine_timeout", "[DONE]")
+
+
 async def test_a_long_stream_outlives_every_time_out() -> None:
     num_tokens = 12
 

@@ -1,8 +1,10 @@
 """Random lives of a scheduler: requests, forks, drafts, aborts and late results, checked at every step."""
 
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -97,6 +99,43 @@ def events() -> st.SearchStrategy[Event]:
 
 histories = st.lists(st.lists(events(), max_size=3), max_size=25)
 """The events before each step."""
+
+
+def busy_history(seed: int, num_steps: int = 40) -> list[list[Event]]:
+    """Many requests at once: what hypothesis, which prefers short examples, seldom draws."""
+    chance = Random(seed)
+    with_drafts, with_forks, with_aborts = (chance.random() < 0.5 for _ in range(3))
+
+    def sampling() -> SamplingParams:
+        return SamplingParams(
+            max_tokens=chance.randint(1, 20),
+            seed=chance.randint(0, 5),
+            ignore_eos=chance.random() < 0.5,
+            stop_token_ids=chance.choice([(), (), (3,)]),
+        )
+
+    def prompt() -> tuple[int, ...]:
+        tokens = [chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 2, 4, 7, 12, 20]))]
+        if chance.random() < 0.2:
+            at = chance.randint(0, len(tokens))
+            tokens[at:at] = [IMAGE_START, *[IMAGE_PAD] * chance.randint(1, 8)]
+        return tuple(tokens)
+
+    def happenings() -> Iterator[Event]:
+        for _ in range(chance.choice([0, 0, 1, 1, 3])):
+            checkpoints = tuple(sorted(chance.sample(range(1, 20), chance.choice([0, 0, 2]))))
+            yield "arrive", prompt(), sampling(), checkpoints, chance.randint(0, 20)
+        if with_drafts:
+            yield "draft", chance.randint(0, 2), chance.randint(0, 3)
+        if with_forks and chance.random() < 0.4:
+            yield "fork", chance.randint(0, 7), sampling(), chance.choice(["copy", "fresh", "own"])
+        if with_aborts and chance.random() < 0.3:
+            yield chance.choice(["abort", "abort", "drop"]), chance.randint(0, 7)
+        if chance.random() < 0.6:
+            yield "finish_transfer", chance.randint(0, 7)
+        yield "unblock", chance.randint(0, 7)
+
+    return [list(happenings()) for _ in range(num_steps)]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,195 @@
+"""NORMAL engines, and pairs without a protocol between them, over one tiny model that is loaded once."""
+
+import random
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.handover_role import NoHandover
+from engine.ipc import AddRequest, RequestOutput
+from engine.kv_pool import KVLayout, KVPool
+from engine.model.interface import DecoderModel
+from engine.model.loader import load_model
+from engine.model_runner import ModelBatch, ModelRunner
+from model_files import ModelConfig, resolve_model
+from shared_scheduler import AllocStatus, EngineType, Scheduler, Sequence
+from tests.engine.pair import BLOCK_SIZE, TestEngine
+from wire.sampling import SamplingParams
+
+GATE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """Weights that many engines share; each has a pool of its own."""
+
+    model: DecoderModel
+    config: ModelConfig
+
+    @classmethod
+    def load(cls, checkpoint: Path) -> "TinyModel":
+        files = resolve_model(str(checkpoint))
+        return cls(load_model(files, "fp32", max_positions=256, num_threads=1), files.config())
+
+    def runner(self, num_blocks: int) -> ModelRunner:
+        return ModelRunner(self.model, self.config, self._pool(num_blocks))
+
+    def gated_runner(self, num_blocks: int) -> "GatedRunner":
+        return GatedRunner(self.model, self.config, self._pool(num_blocks))
+
+    def _pool(self, num_blocks: int) -> KVPool:
+        return KVPool(KVLayout.of(self.config, BLOCK_SIZE), num_blocks)
+
+
+class GatedRunner(ModelRunner):
+    """Runs a step only when the test lets it."""
+
+    def __init__(self, model: DecoderModel, config: ModelConfig, kv_pool: KVPool) -> None:
+        super().__init__(model, config, kv_pool)
+        self._permits = threading.Semaphore(0)
+        self.error: Exception | None = None
+        """Raised by the next step instead of running the model."""
+
+    def let_run(self, num_steps: int = 1) -> None:
+        self._permits.release(num_steps)
+
+    def forward(self, batch: ModelBatch) -> torch.Tensor:
+        assert self._permits.acquire(timeout=GATE_TIMEOUT_S), "the test never let this step run"
+        if self.error is not None:
+            raise self.error
+        return super().forward(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+
+    def message(self) -> AddRequest:
+        return AddRequest(
+            request_id=self.request_id, prompt_token_ids=self.prompt, sampling=self.sampling
+        )
+
+
+def some_requests() -> list[Request]:
+    """Prompts around the chunk and block sizes; every other one is sampled with a seed of its own."""
+    chance = random.Random(7)
+    lengths = {1: 9, 3: 24, 4: 12, 7: 20, 9: 5, 16: 23, 25: 16, 30: 22}
+    return [
+        Request(
+            str(i),
+            tuple(chance.randrange(3, 128) for _ in range(num_prompt)),
+            SamplingParams(
+                max_tokens=num_output, temperature=float(i % 2), seed=100 + i, ignore_eos=i % 3 == 0
+            ),
+        )
+        for i, (num_prompt, num_output) in enumerate(lengths.items())
+    ]
+
+
+def normal_engine(runner: ModelRunner, **options: bool) -> TestEngine:
+    return TestEngine(EngineType.NORMAL, runner, NoHandover, **options)
+
+
+def answers_alone(model: TinyModel, requests: Items[Request]) -> dict[str, list[int]]:
+    """What each request is answered by itself, synchronously, with all the room it wants."""
+    answers: dict[str, list[int]] = {}
+    for request in requests:
+        alone = normal_engine(model.runner(64))
+        alone.engine.add(request.message())
+        while not alone.has_ended(request.request_id):
+            alone.turn()
+        answers[request.request_id] = alone.answers[request.request_id].token_ids
+    return answers
+
+
+@dataclass(frozen=True, slots=True)
+class DirectOffer:
+    first_token_id: int
+    blocks: torch.Tensor
+    """A copy of what was in them when they were announced."""
+    release: Callable[[], None]
+
+
+class DirectSource(NoHandover):
+    """PROMPT role: the blocks of a finished prompt are read at the very moment they are announced."""
+
+    def __init__(self, scheduler: Scheduler, pool: KVPool, offers: dict[str, DirectOffer]) -> None:
+        super().__init__(scheduler)
+        self._pool = pool
+        self._offers = offers
+
+    def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
+        for sequence in prompts_done:
+            self._offers[sequence.request_id] = DirectOffer(
+                sequence.last_token_id,
+                self._pool.tensor[torch.from_numpy(sequence.cache.block_table).long()],
+                partial(self._scheduler.release_handover, sequence),
+            )
+
+
+class DirectSink(NoHandover):
+    """COMPLETION role: takes over what is offered as soon as there is room for it."""
+
+    def __init__(self, scheduler: Scheduler, pool: KVPool, offers: dict[str, DirectOffer]) -> None:
+        super().__init__(scheduler)
+        self._pool = pool
+        self._offers = offers
+        self._expected: dict[str, Sequence] = {}
+
+    def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
+        self._expected[request.request_id] = sequence
+
+    def abort(self, request_id: str) -> None:
+        super().abort(request_id)
+        self._expected.pop(request_id, None)
+
+    def poll(self, now_s: float) -> Items[RequestOutput]:
+        for request_id, offer in list(self._offers.items()):
+            sequence = self._expected.get(request_id)
+            if sequence is not None:
+                if self._scheduler.reserve_remote(sequence, now_s) is not AllocStatus.OK:
+                    break
+                self._pool.tensor[torch.from_numpy(sequence.cache.block_table).long()] = offer.blocks
+                self._scheduler.admit_arrived(sequence, offer.first_token_id)
+                del self._expected[request_id]
+            del self._offers[request_id]
+            offer.release()
+        return ()
+
+
+class DirectPair:
+    """Both engines without a protocol between them: the same turns in every run."""
+
+    def __init__(self, prompt_runner: ModelRunner, completion_runner: ModelRunner, *, overlap: bool) -> None:
+        self._offers: dict[str, DirectOffer] = {}
+        self.prompt = TestEngine(
+            EngineType.PROMPT,
+            prompt_runner,
+            lambda scheduler: DirectSource(scheduler, prompt_runner.kv_pool, self._offers),
+            overlap=overlap,
+        )
+        self.completion = TestEngine(
+            EngineType.COMPLETION,
+            completion_runner,
+            lambda scheduler: DirectSink(scheduler, completion_runner.kv_pool, self._offers),
+            overlap=overlap,
+        )
+
+    @property
+    def engines(self) -> tuple[TestEngine, TestEngine]:
+        return self.prompt, self.completion
+
+    def add(self, message: AddRequest) -> None:
+        for side in self.engines:
+            side.engine.add(message)
+
+    def abort(self, request_id: str) -> None:
+        for side in self.engines:
+            side.engine.abort(request_id)
