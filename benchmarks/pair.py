@@ -1,7 +1,7 @@
 """The pair against one NORMAL engine on the same cores: time to first token and inter-token latency.
 
-Closed loop: each stream sends its next request when the last one is complete. Prompts are random token ids, so
-no prefix is shared. Each configuration has the machine to itself, one after the other.
+Closed loop: each stream sends its next request when the last one is complete. Prompts are random token
+ids, so no prefix is shared. Each configuration has the machine to itself, one after the other.
 """
 
 import asyncio

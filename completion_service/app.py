@@ -32,7 +32,7 @@ def create_app(role: EngineRole, supervisor: EngineSupervisor, max_body_bytes: i
         link = supervisor.link
         assert supervisor.engine is not None, "a link exists only while the engine is ready"
         check_limits(supervisor.engine, body.prompt_token_ids, body.sampling)
-        return EventStream(events(link, engine_request(body), metrics))
+        return EventStream(events(role, link, engine_request(body), metrics))
 
     return app
 
@@ -62,7 +62,9 @@ def engine_request(body: CompletionRequest) -> AddRequest:
     )
 
 
-async def events(link: EngineLink, request: AddRequest, metrics: ServiceMetrics) -> AsyncIterator[bytes]:
+async def events(
+    role: EngineRole, link: EngineLink, request: AddRequest, metrics: ServiceMetrics
+) -> AsyncIterator[bytes]:
     """The request's outputs as server-sent events; closing the iterator aborts the request."""
     started_s = time.monotonic()
     outcome = "abort"
@@ -73,7 +75,7 @@ async def events(link: EngineLink, request: AddRequest, metrics: ServiceMetrics)
                 if is_first:
                     metrics.observe_first_token(time.monotonic() - started_s)
                     is_first = False
-                yield frame(event_of(output))
+                yield frame(event_of(role, output))
                 outcome = output.finish_reason or outcome
     except ServiceFailure as failure:
         outcome = "error"
@@ -82,9 +84,11 @@ async def events(link: EngineLink, request: AddRequest, metrics: ServiceMetrics)
         metrics.count_request(outcome)
 
 
-def event_of(output: RequestOutput) -> CompletionEvent:
+def event_of(role: EngineRole, output: RequestOutput) -> CompletionEvent:
     return CompletionEvent(
-        tokens=output.tokens, finish_reason=output.finish_reason, num_cached_tokens=output.num_cached_tokens
+        tokens=output.tokens,
+        finish_reason=output.finish_reason,
+        num_cached_tokens=output.num_cached_tokens if role == "normal" else None,
     )
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from engine.child_process import die_with_parent
 from engine.config import EngineConfig
 from engine.errors import EngineStartError
 from engine.ipc import (
@@ -29,6 +28,7 @@ from engine.ipc import (
     encode,
 )
 from engine.wake import WakePipe
+from processes.child import die_with_parent
 
 if TYPE_CHECKING:
     from engine.llm_engine import LLMEngine

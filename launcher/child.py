@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.child_process import environment_for_child
+from processes.child import environment_for_child
 
 NUM_KEPT_LINES = 20
 LineHandler = Callable[[str, str], None]

@@ -24,7 +24,8 @@ from model_files.resolve import resolve_model
 from settings.loading import ProcessSettings
 
 POLL_INTERVAL_S = 0.1
-STOP_GRACE_S = 10.0
+STOP_GRACE_S = 35.0
+"""A little longer than the processes' own grace for running requests."""
 
 
 class StackSettings(ProcessSettings):

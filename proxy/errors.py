@@ -153,7 +153,6 @@ def failure_from_finish(role: EngineRole, reason: FinishReason) -> EngineRefused
     )
 
 
-def failure_from_event(role: EngineRole, error: ServiceError) -> EngineRefused:
-    """The error for an `error` event in a completion stream; its type stands for the missing status."""
-    status = {"invalid_request_error": 400, "service_unavailable": 503}.get(error.type, 502)
-    return EngineRefused(role, status, error)
+def failure_from_event(role: EngineRole, error: ServiceError, status: int | None) -> EngineRefused:
+    """The error for an `error` event in a completion stream, with the status the engine gave it."""
+    return EngineRefused(role, status or EngineBroke.status, error)

@@ -170,7 +170,7 @@ class CompletionLeg:
             if event.num_cached_tokens is not None:
                 num_cached_tokens = event.num_cached_tokens
             if event.error is not None:
-                failure: EngineFailure = failure_from_event(role, event.error)
+                failure: EngineFailure = failure_from_event(role, event.error, event.error_status)
                 return LegBatch(tuple(tokens), None, num_cached_tokens, failure)
             if event.finish_reason == "stop" or event.finish_reason == "length":
                 return LegBatch(tuple(tokens), event.finish_reason, num_cached_tokens)

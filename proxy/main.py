@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from types import FrameType
 import uvicorn
 
 from model_files.errors import ModelFilesError
+from processes.child import die_with_parent
+from processes.listener import ListenError, bind_listener
 from proxy.app import create_app
 from proxy.draining import Draining
 from proxy.settings import ProxySettings
@@ -20,21 +23,22 @@ from settings.loading import load_settings
 logger = logging.getLogger(__name__)
 
 PROGRAM = "python -m proxy"
-LISTEN_BACKLOG = 2048
 MIN_DESCRIPTORS = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
     settings = load_settings(ProxySettings, PROGRAM, sys.argv[1:] if argv is None else argv)
+    die_with_parent(signal.SIGTERM)
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for chatty in ("httpx", "uvicorn"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         text = _load_text_model(settings.model)
-        listening = _bind(settings.host, settings.port)
-    except (ModelFilesError, OSError) as error:
+        listening = bind_listener(settings.host, settings.port)
+    except (ModelFilesError, ListenError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     _raise_descriptor_limit()
@@ -60,21 +64,6 @@ def _raise_descriptor_limit() -> None:
         logger.warning(
             "only %d descriptors are allowed: about %d streams at once (ulimit -n)", hard, hard // 3
         )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket; `OSError` says in one line why not and what to do."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets that name their protocol; without it an answer takes 40 ms.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(LISTEN_BACKLOG)
-        return listening
-    except OSError as error:
-        listening.close()
-        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
 
 
 def _serve(settings: ProxySettings, text: TextModel, listening: socket.socket) -> None:

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from engine.child_process import die_with_parent
 from engine.serving.errors import ServiceStartError
 from engine.serving.settings import EngineServiceSettings
 from engine.serving.supervisor import EngineSupervisor
+from processes.child import die_with_parent
+from processes.listener import ListenError, bind_listener
 
 logger = logging.getLogger(__name__)
-
-LISTEN_BACKLOG = 2048
 
 
 def run_service(
@@ -42,26 +41,10 @@ def run_service(
         server = DrainingServer(uvicorn_config, supervisor)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(server, listener, supervisor))
-    except ServiceStartError as error:
+    except (ServiceStartError, ListenError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def bind_listener(host: str, port: int) -> socket.socket:
-    """A listening socket; raises `ServiceStartError` naming the option when the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ServiceStartError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
-        ) from error
-    listener.listen(LISTEN_BACKLOG)
-    return listener
 
 
 class DrainingServer(uvicorn.Server):

@@ -20,12 +20,12 @@ from typing import Literal
 import msgspec
 import zmq.asyncio
 
-from engine.child_process import environment_for_child
 from engine.config import EngineConfig
 from engine.ipc import EngineStats, Progress, Ready, StartFailed, StepEvents
 from engine.serving.engine_link import EngineLink
 from engine.serving.errors import EngineUnavailable, ServiceStartError
 from engine.serving.settings import EngineServiceSettings
+from processes.child import environment_for_child
 from wire.services import EngineRole
 
 logger = logging.getLogger(__name__)

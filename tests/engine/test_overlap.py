@@ -1,21 +1,14 @@
 """Results one step late: the same tokens, whatever arrives, leaves or is preempted meanwhile."""
 
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.handover_role import NoHandover
-from engine.ipc import RequestOutput
-from shared_scheduler import EngineType
-from tests.engine.pair import Answer, TestEngine, greedy, tiny_checkpoint
+from tests.engine.pair import Answer, tiny_checkpoint
 from tests.engine.tiny_engine import (
     DirectPair,
-    Request,
     TinyModel,
     answers_alone,
     normal_engine,
@@ -82,6 +75,28 @@ def test_a_normal_engine_answers_any_history_as_if_each_request_were_alone(
         check_answer(normal.answers[request_id], reference.answers[request_id], may_be_cut=stop_preempted)
     assert normal.is_drained
     normal.engine.close()
+
+
+@given(histories(), st.integers(15, 30), st.integers(18, 40), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_a_pair_answers_any_history_as_if_each_request_were_alone(
+    reference: Reference, history: History, prompt_blocks: int, completion_blocks: int, overlap: bool
+) -> None:
+    model = reference.model
+    pair = DirectPair(model.runner(prompt_blocks), model.runner(completion_blocks), overlap=overlap)
+    turn = 0
+    while turn <= max(history.arrivals.values()) or not pair.is_drained:
+        for request in REQUESTS:
+            if history.arrivals.get(request.request_id) == turn:
+                pair.add(request.message())
+            if history.departures.get(request.request_id) == turn:
+                pair.abort(request.request_id)
+        pair.turn()
+        turn += 1
+        assert turn < MAX_TURNS, "no progress"
+    for request_id in history.arrivals.keys() - history.departures.keys():
+        check_answer(pair.answer(request_id), reference.answers[request_id], may_be_cut=True)
+    pair.close()
 
 
 def check_answer(answer: Answer, expected: list[int], *, may_be_cut: bool) -> None:

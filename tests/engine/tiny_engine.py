@@ -18,7 +18,7 @@ from engine.model.loader import load_model
 from engine.model_runner import ModelBatch, ModelRunner
 from model_files import ModelConfig, resolve_model
 from shared_scheduler import AllocStatus, EngineType, Scheduler, Sequence
-from tests.engine.pair import BLOCK_SIZE, TestEngine
+from tests.engine.pair import BLOCK_SIZE, Answer, TestEngine
 from wire.sampling import SamplingParams
 
 GATE_TIMEOUT_S = 30.0
@@ -193,3 +193,25 @@ class DirectPair:
     def abort(self, request_id: str) -> None:
         for side in self.engines:
             side.engine.abort(request_id)
+
+    def turn(self) -> None:
+        for side in self.engines:
+            side.turn()
+
+    @property
+    def is_drained(self) -> bool:
+        return not self._offers and all(side.is_drained and not side.engine.has_work for side in self.engines)
+
+    def answer(self, request_id: str) -> Answer:
+        """Both engines' outputs as one answer."""
+        whole = Answer()
+        for side in self.engines:
+            part = side.answers.get(request_id, Answer())
+            whole.token_ids += part.token_ids
+            whole.indices += part.indices
+            whole.end = part.end or whole.end
+        return whole
+
+    def close(self) -> None:
+        for side in self.engines:
+            side.engine.close()

@@ -17,9 +17,9 @@ import httpx
 import openai
 import psutil
 
-from engine.child_process import environment_for_child
 from launcher.child import ChildSpec
 from launcher.stack import StackSettings, stack_specs
+from processes.child import environment_for_child
 
 START_TIMEOUT_S = 120.0
 

@@ -22,10 +22,11 @@ REQUEST = CompletionRequest(
     handover_id="h",
     prompt_engine=PromptEngineAddress(engine_id="e", epoch=2**62, control_address="tcp://127.0.0.1:1"),
 )
+LOGPROBS = TokenLogprobs(logprob=-0.5, top_token_ids=(5,), top_logprobs=(-0.5,))
 EVENT = CompletionEvent(
-    tokens=(OutputToken(index=1, token_id=5, logprobs=TokenLogprobs(logprob=-0.5, top_token_ids=(5,), top_logprobs=(-0.5,))),),
+    tokens=(OutputToken(index=1, token_id=5, logprobs=LOGPROBS),),
     error=ServiceError(message="m", type="t"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("value", [REQUEST, EVENT])
