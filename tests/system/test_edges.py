@@ -4,9 +4,9 @@ import json
 
 import openai
 import pytest
-from tests.engine.reference import reference_generate
 
 from model_files.resolve import resolve_model
+from tests.engine.reference import reference_generate
 from tests.system.processes import RunningStack, post
 
 pytestmark = pytest.mark.system

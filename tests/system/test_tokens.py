@@ -9,9 +9,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from tests.engine.reference import reference_generate
 
 from model_files.resolve import resolve_model
+from tests.engine.reference import reference_generate
 from tests.system.processes import RunningStack
 
 pytestmark = pytest.mark.system
