@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.activity import make_activity_log
 from engine.completion_role import CompletionHandover
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
@@ -63,7 +64,8 @@ def build_engine(
         role, transport, control_address = build_role(config, identity, runner.kv_pool, scheduler, wake)
     except (ModelFilesError, EngineError, TransferError, ConfigError) as error:
         raise EngineStartError(str(error)) from error
-    engine = LLMEngine(scheduler, runner, Sampler(), role)
+    activity_log = make_activity_log(runner.config, config.peak_gflops)
+    engine = LLMEngine(scheduler, runner, Sampler(), role, overlap=config.overlap, activity_log=activity_log)
     ready = Ready(
         model=files.name,
         compatibility_hash=identity.compatibility_hash,
@@ -99,6 +101,7 @@ def scheduler_config(config: EngineConfig, runner: ModelRunner) -> SchedulerConf
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         num_blocks=pool.num_blocks,
+        stop_preempted_request=config.stop_preempted_request,
         eos_token_ids=model.eos_token_ids,
     )
 

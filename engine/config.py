@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.errors import EngineStartError
 from wire.services import EngineRole
 
 
@@ -22,6 +23,10 @@ class EngineConfig:
     """None takes the model's own limit, or less where the KV pool is smaller than that."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    overlap: bool = False
+    """Results are processed one step late, while the model runs."""
+    stop_preempted_request: bool = True
+    """False computes a preempted sequence again; a completion engine cannot."""
 
     transport: str = "auto"
     control_bind: str = "tcp://127.0.0.1:0"
@@ -30,6 +35,18 @@ class EngineConfig:
     handover_wait_s: float = 60.0
     """How long a completion engine keeps a request that waits for its KV blocks or for room for them."""
 
+    log_level: str = "info"
+    peak_gflops: float | None = None
+    """GFLOP/s that count as full use in the log; None measures a float32 matrix product."""
+
     command_endpoint: str
     event_endpoint: str
     """ZMQ ipc endpoints, bound by the service: commands flow to the engine, events flow back."""
+
+    def check(self) -> None:
+        """`EngineStartError` for settings that contradict each other, before anything is loaded."""
+        if self.role == "completion" and not self.stop_preempted_request:
+            raise EngineStartError(
+                "--no-stop-preempted-request: a completion engine has no prefill and cannot compute a "
+                "preempted request again; start it with --stop-preempted-request"
+            )

@@ -47,7 +47,9 @@ def main() -> int:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the service decides
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     process = EngineProcess(config)
     try:
         process.load()
@@ -83,6 +85,7 @@ class EngineProcess:
 
     def load(self) -> None:
         """Build the engine; raises `EngineStartError` with a line that says what to do."""
+        self._config.check()
         self.send(Progress("importing torch", 0.05))
         # torch takes two seconds to import: only here, so that a bad configuration fails at once.
         from engine.assembly import build_engine

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from kv_transfer.messages import ChoiceStart
+
 EndReason = Literal["released", "abandoned", "expired", "withdrawn"]
 
 FailReason = Literal[
@@ -47,7 +49,7 @@ class Offered:
     handover_id: str
     num_tokens: int
     num_blocks: int
-    first_token_id: int
+    first_tokens: tuple[ChoiceStart, ...]
     has_state: bool = False
 
 

@@ -24,8 +24,9 @@ from msgspec import Meta, Struct
 
 from kv_transfer.errors import MessageError
 from kv_transfer.layout import RegionKind
+from wire.services import MAX_COMPLETIONS
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -62,6 +63,13 @@ class LeaseTtl(Struct, frozen=True, array_like=True):
     handover_id: _HandoverId
     generation: _Counter
     ttl_s: _Seconds
+
+
+class ChoiceStart(Struct, frozen=True, array_like=True):
+    """A choice that goes on after its first token."""
+
+    choice: Annotated[int, Meta(ge=0, lt=MAX_COMPLETIONS)]
+    token_id: _Count
 
 
 class Hello(Struct, frozen=True, tag=True):
@@ -120,7 +128,7 @@ class Grant(Struct, frozen=True, tag=True):
     block_ids: _BlockIdBytes
     """int32, little-endian."""
     state_slot: _Count | None
-    first_token_id: _Count
+    first_tokens: Annotated[tuple[ChoiceStart, ...], Meta(min_length=1, max_length=MAX_COMPLETIONS)]
 
 
 class Unavailable(Struct, frozen=True, tag=True):

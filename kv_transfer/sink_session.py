@@ -359,7 +359,7 @@ class PeerSession:
                 message.handover_id,
                 message.num_tokens,
                 int(handover.remote_ids.size),
-                message.first_token_id,
+                message.first_tokens,
                 has_state=message.state_slot is not None,
             )
         )

@@ -22,6 +22,7 @@ from kv_transfer.errors import LayoutError
 from kv_transfer.events import EndReason, Released, SourceEvent
 from kv_transfer.layout import BlockIds, Identity, Region, as_block_ids, check_block_ids, num_blocks_for
 from kv_transfer.messages import (
+    ChoiceStart,
     Confirm,
     Grant,
     LeaseRef,
@@ -49,14 +50,14 @@ class Offer:
     """A computed prompt whose blocks stay pinned until the `Released` event with its id.
 
     `block_ids` are the engine's blocks in sequence order, `ceil(num_tokens / block_size)` of them, none of
-    them the null block 0.
+    them the null block 0. `first_tokens` are those of the choices that go on from this prompt, at least one.
     """
 
     handover_id: str
     num_tokens: int
     block_ids: Sequence[int] | BlockIds
     state_slot: int | None
-    first_token_id: int
+    first_tokens: tuple[ChoiceStart, ...]
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class _Ended:
 
 def check_offer(offer: Offer, block_size: int, regions: Sequence[Region]) -> BlockIds:
     """The offer's block ids as an array; `LayoutError` if they do not fit the tokens or the pool."""
+    assert offer.first_tokens, "a prompt without a choice that goes on is withdrawn, not offered"
     ids = as_block_ids(offer.block_ids)
     expected = num_blocks_for(offer.num_tokens, block_size)
     if offer.num_tokens < 1 or ids.size != expected:
@@ -238,7 +240,7 @@ class SourceLedger:
                 num_tokens=offer.num_tokens,
                 block_ids=pinned.block_ids,
                 state_slot=offer.state_slot,
-                first_token_id=offer.first_token_id,
+                first_tokens=offer.first_tokens,
             ),
         )
 

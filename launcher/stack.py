@@ -50,6 +50,11 @@ class StackSettings(ProcessSettings):
     max_num_batched_tokens: int | None = Field(None, ge=1, description="prompt tokens in a step at most")
     block_size: int | None = Field(None, ge=1, description="tokens in a KV block")
     num_threads: int | None = Field(None, ge=1, description="threads of each engine")
+    overlap: bool = Field(False, description="schedule the next step while the model runs")
+    stop_preempted_request: bool = Field(
+        True,
+        description="end a request that loses its KV blocks; off: compute it again later (--engine normal)",
+    )
     verbose: bool = Field(False, description="show everything the processes log")
 
 
@@ -63,6 +68,8 @@ SHARED_WITH_SERVICES = (
     "max_num_batched_tokens",
     "block_size",
     "num_threads",
+    "overlap",
+    "stop_preempted_request",
 )
 
 
@@ -163,9 +170,7 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     """What to start, engines first."""
     shared: list[str] = []
     for name in SHARED_WITH_SERVICES:
-        value = getattr(settings, name)
-        if value is not None:
-            shared += ["--" + name.replace("_", "-"), str(value)]
+        shared += _flag(name, getattr(settings, name))
     engines: list[ChildSpec] = []
     if settings.engine == "pair":
         engines.append(_service("prompt", "prompt_service", shared))
@@ -178,6 +183,18 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     proxy_url = f"http://{host}:{settings.port}"
     return [*engines, ChildSpec("proxy", "proxy", tuple(proxy_arguments), proxy_url, "/health")]
+
+
+def _flag(name: str, value: str | int | bool | None) -> list[str]:
+    """The arguments that set an option; none for None."""
+    option = name.replace("_", "-")
+    match value:
+        case None:
+            return []
+        case bool():
+            return [f"--{option}" if value else f"--no-{option}"]
+        case _:
+            return [f"--{option}", str(value)]
 
 
 def _service(name: str, module: str, arguments: list[str]) -> ChildSpec:

@@ -137,12 +137,13 @@ class PromptPlanner:
         placed = queues.num_running + len(queues.prompted) + len(queues.held)
         if not self._config.preempt_only_on_need or self._holdings.rows.num_taken <= placed:
             return None
-        holders = [s for s in queues.waiting if s.holds_blocks and not s.is_finished and s is not head]
+        holders = [s for s in queues.waiting if s.holds_blocks and not s.is_finished]
         for sequence in holders:
             if sequence.schedule.schedulable and self._can_hold(sequence) is AllocStatus.OK:
                 return [sequence]
-        will_free = queues.num_running or queues.num_joining or queues.prompted or queues.held
-        return holders if holders and not will_free else None
+        if queues.num_running or queues.num_joining or queues.prompted or queues.held:
+            return None
+        return [s for s in holders if s.is_unadmitted_fork] or [s for s in holders if s is not head] or None
 
     def _chunk_length(self, sequence: Sequence, room: int) -> int:
         start = sequence.cache.num_tokens

@@ -131,11 +131,12 @@ class SequenceRows:
         self.new_tokens[row, at] = token_id
         self.last_token[row] = token_id
         self.num_tokens[row] += 1
+        self.uncached[row] += 1
         if at + 1 == NEW_TOKENS_WIDTH:
             self.flush(row)
 
     def append_one_each(self, rows: RowIndices, token_ids: npt.NDArray[np.integer]) -> Int32Array:
-        """One token to each of distinct rows; returns their new lengths."""
+        """One computed and one new token for each of distinct rows; returns their new lengths."""
         num_tokens = self.num_tokens[rows]
         at = num_tokens - self.new_base[rows]
         self.new_tokens.reshape(-1)[rows * NEW_TOKENS_WIDTH + at] = token_ids

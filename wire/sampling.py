@@ -1,6 +1,7 @@
 """How the tokens of one request are drawn and when the request ends."""
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
@@ -44,3 +45,13 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def of_choice(self, choice: int) -> "SamplingParams":
+        """Sampling of one of several choices of a prompt: a seed of its own, choice 0 keeps this one."""
+        return self if choice == 0 else replace(self, seed=choice_seed(self.seed, choice))
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of a choice after the first, a function of both numbers alone."""
+    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED

@@ -5,6 +5,9 @@ from typing import Literal
 
 from wire.sampling import SamplingParams
 
+MAX_COMPLETIONS = 8
+"""Choices of one prompt at most."""
+
 EngineRole = Literal["prompt", "completion", "normal"]
 
 FinishReason = Literal[
@@ -50,28 +53,48 @@ class PromptEngineAddress:
     """ZMQ endpoint of the hand-over protocol, such as `tcp://10.0.0.7:7101`."""
 
 
+def check_num_completions(num_completions: int) -> None:
+    """`ValueError` that names the limit."""
+    if not 1 <= num_completions <= MAX_COMPLETIONS:
+        raise ValueError(f"num_completions must be between 1 and {MAX_COMPLETIONS}, got {num_completions}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRequest:
-    """Body of `POST /v1/prompt`."""
+    """Body of `POST /v1/prompt`.
+
+    Choice i of the `num_completions` of a prompt is sampled as `sampling.of_choice(i)`.
+    """
 
     request_id: str
     handover_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_completions: int = 1
+
+    def __post_init__(self) -> None:
+        check_num_completions(self.num_completions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptChoice:
+    """The first token of one choice; `finish_reason` is set when that token already ends the choice."""
+
+    token: OutputToken
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResponse:
-    """Answer of `POST /v1/prompt`: the first token, sampled by the prompt engine.
+    """Answer of `POST /v1/prompt`: the first token of every choice, sampled by the prompt engine.
 
-    `finish_reason` is set when that token already ends the request; then nothing is handed over.
+    `choices` is in order of choice. What is handed over serves those that go on; nothing is where all ended.
     """
 
     request_id: str
-    token: OutputToken
+    choices: tuple[PromptChoice, ...]
     num_prompt_tokens: int
     num_cached_tokens: int
-    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,28 +103,34 @@ class CompletionRequest:
 
     The status line says whether the engine takes the request at all, at once; what fails later is an event.
 
-    A completion engine needs `handover_id` and `prompt_engine` and streams from output index 1; a NORMAL
-    engine takes neither and streams from output index 0.
+    A completion engine needs `handover_id` and `prompt_engine` and streams from output index 1, for the choices
+    that did not end with their first token; a NORMAL engine takes neither and streams from output index 0.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_completions: int = 1
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
+
+    def __post_init__(self) -> None:
+        check_num_completions(self.num_completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionEvent:
-    """One server-sent event of a completion stream: the tokens of one step, or its end.
+    """One server-sent event of a completion stream: the tokens of one choice in one step, or its end.
 
-    Exactly one event of a stream carries `finish_reason` or `error`, and it is the last one.
+    The finish reasons `stop` and `length` end their choice; any other, and `error`, end the stream. A stream
+    ends with the last of its choices.
     """
 
+    choice: int = 0
     tokens: tuple[OutputToken, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
-    """Only from a NORMAL engine, in its first event."""
+    """Prompt tokens found cached; only from a NORMAL engine, the same number in every event."""
     error: "ServiceError | None" = None
     error_status: int | None = None
     """The HTTP status `error` would have had, had it come before the status line."""

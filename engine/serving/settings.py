@@ -22,8 +22,12 @@ SHARED_WITH_ENGINE = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "overlap",
+    "stop_preempted_request",
     "transport",
     "lease_s",
+    "log_level",
+    "peak_gflops",
 )
 """Fields that an engine's configuration takes over as they are."""
 
@@ -53,6 +57,13 @@ class EngineServiceSettings(ProcessSettings):
     )
     max_num_seqs: int = Field(64, ge=1, description="sequences in a step at most")
     max_num_batched_tokens: int = Field(512, ge=1, description="prompt tokens in a step at most (the chunk)")
+    overlap: bool = Field(False, description="schedule the next step while the model runs")
+    stop_preempted_request: bool = Field(
+        True, description="end a request that loses its KV blocks; off: compute it again later"
+    )
+    peak_gflops: float | None = Field(
+        None, gt=0, description="what the log calls full use of the machine; default: measured at start"
+    )
 
     transport: Transport = Field("auto", description="auto takes NIXL where it can be loaded, else ZMQ")
     lease_s: float = Field(10.0, gt=0, description="how long KV blocks stay pinned for a silent reader")

@@ -25,13 +25,25 @@ from kv_transfer.layout import Region
 from kv_transfer.pump import IDLE_S, Pump
 from kv_transfer.sockets import bind
 from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory
-from kv_transfer.transports.pieces import MAX_EXTENTS, MAX_PIECE_BYTES, Extents, Piece, cut
+from kv_transfer.transports.pieces import (
+    MAX_EXTENT_BYTES,
+    MAX_EXTENTS,
+    MAX_PIECE_BYTES,
+    MAX_STAGED_BYTES,
+    Extents,
+    Piece,
+    cut,
+    is_staged,
+)
 from kv_transfer.transports.raw import region_view
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 6
+WINDOW = 8
 """Pieces a reader has under way from one source."""
+
+SEND_QUEUE = 64
+"""Answers that wait for one reader: far more than its window, since ZMQ learns late what was taken."""
 
 POLL_BUDGET_S = 0.002
 
@@ -152,7 +164,7 @@ class _Server:
     def _set_up(self) -> None:
         self._socket = _data_socket(self._context, zmq.ROUTER, MAX_REQUEST_BYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 4 * WINDOW)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         endpoint = bind(self._socket, self._address)
         if endpoint.startswith("tcp://"):
             self.port = int(endpoint.rpartition(":")[2])
@@ -181,11 +193,13 @@ class _Server:
             return
         flat = self._flat[ask.region]
         socket.send_multipart([reader, _encode(_Answer(ask.sequence))], zmq.NOBLOCK | zmq.SNDMORE)
-        if len(extents) == 1:
-            offset, size = extents[0].tolist()
-            socket.send(flat[offset : offset + size].data, zmq.NOBLOCK, copy=False)
-        else:
+        if is_staged(extents):
             self._staging.send(socket, flat, extents)
+            return
+        last = len(extents) - 1
+        for index, (offset, size) in enumerate(extents.tolist()):
+            more = zmq.SNDMORE if index < last else 0
+            socket.send(flat[offset : offset + size].data, zmq.NOBLOCK | more, copy=False)
 
     def _check(self, ask: _Ask) -> tuple[Extents, str]:
         extents = np.zeros((0, 2), dtype=np.int64)
@@ -196,9 +210,11 @@ class _Server:
         extents = np.frombuffer(ask.extents, dtype="<i8").reshape(-1, 2)
         limit = self._flat[ask.region].size
         offsets, sizes = extents[:, 0], extents[:, 1]
-        in_region = (offsets >= 0) & (sizes >= 1) & (sizes <= MAX_PIECE_BYTES) & (offsets <= limit - sizes)
+        in_region = (offsets >= 0) & (sizes >= 1) & (sizes <= MAX_EXTENT_BYTES) & (offsets <= limit - sizes)
         if not in_region.all() or int(sizes.sum()) > MAX_PIECE_BYTES:
             return extents, "outside the region"
+        if is_staged(extents) and int(sizes.sum()) > MAX_STAGED_BYTES:
+            return extents, "too much for one message"
         return extents, ""
 
     def _tear_down(self) -> None:
@@ -227,7 +243,7 @@ class _Staging:
             return self._in_use.popleft()[1]
         if len(self._in_use) >= NUM_STAGING_BUFFERS:
             self._in_use.popleft()  # a slow reader has it: let it go with its message
-        return np.empty(MAX_PIECE_BYTES, dtype=np.uint8)
+        return np.empty(MAX_STAGED_BYTES, dtype=np.uint8)
 
 
 class _Read:
@@ -251,7 +267,7 @@ class ZmqConnection:
         self._context, self._address, self._token = context, address, token
         self._block_bytes = [region.block_bytes for region in regions]
         self._flat = [region_view(region).reshape(-1) for region in regions]
-        self._staging = np.empty(MAX_PIECE_BYTES, dtype=np.uint8)
+        self._staging = np.empty(MAX_STAGED_BYTES, dtype=np.uint8)
         self._socket = self._connected()
         self._reads: dict[int, _Read] = {}
         self._queue: deque[tuple[_Read, Piece]] = deque()
@@ -260,7 +276,7 @@ class ZmqConnection:
         self._next_sequence = 1
 
     def _connected(self) -> "zmq.Socket[bytes]":
-        socket = _data_socket(self._context, zmq.DEALER, 2 * MAX_PIECE_BYTES)
+        socket = _data_socket(self._context, zmq.DEALER, MAX_PIECE_BYTES)
         try:
             socket.connect(self._address)
         except zmq.ZMQError as error:
@@ -341,20 +357,22 @@ class ZmqConnection:
                 read.error = answer.error
             self._skip()
             return
-        if not self._socket.getsockopt(zmq.RCVMORE):
-            read.error = "an answer without data"
-        elif self._fill(piece):
+        flat = self._flat[piece.region]
+        if self._scatter(flat, piece) if is_staged(piece.local) else self._fill(flat, piece):
             read.num_left -= 1
         else:
             read.error = "an answer of the wrong size"
         self._skip()
 
-    def _fill(self, piece: Piece) -> bool:
-        flat = self._flat[piece.region]
-        if len(piece.local) == 1:
-            offset, size = piece.local[0].tolist()
-            return self._receive_into(flat[offset : offset + size]) == piece.num_bytes
-        if self._receive_into(self._staging) != piece.num_bytes:
+    def _fill(self, flat: npt.NDArray[np.uint8], piece: Piece) -> bool:
+        """Each extent from a frame of its own, straight into place."""
+        return all(
+            self._receive_into(flat[offset : offset + size], size) for offset, size in piece.local.tolist()
+        )
+
+    def _scatter(self, flat: npt.NDArray[np.uint8], piece: Piece) -> bool:
+        """All extents from one frame."""
+        if not self._receive_into(self._staging, piece.num_bytes):
             return False
         start = 0
         for offset, size in piece.local.tolist():
@@ -362,9 +380,11 @@ class ZmqConnection:
             start += size
         return True
 
-    def _receive_into(self, target: npt.NDArray[np.uint8]) -> int:
-        """Bytes in the message, which may be more than `target` took."""
-        return int(self._socket.recv_into(target.data, flags=zmq.NOBLOCK))
+    def _receive_into(self, target: npt.NDArray[np.uint8], num_bytes: int) -> bool:
+        """False if the next frame is missing or has another size; never more than `target` is written."""
+        if not self._socket.getsockopt(zmq.RCVMORE):
+            return False
+        return int(self._socket.recv_into(target.data, flags=zmq.NOBLOCK)) == num_bytes
 
     def _skip(self) -> None:
         while self._socket.getsockopt(zmq.RCVMORE):

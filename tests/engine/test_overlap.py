@@ -1,14 +1,21 @@
 """Results one step late: the same tokens, whatever arrives, leaves or is preempted meanwhile."""
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.pair import Answer, tiny_checkpoint
+from engine.errors import ModelOutputError
+from tests.engine.pair import Answer, TestEngine, greedy, tiny_checkpoint
 from tests.engine.tiny_engine import (
+    GATE_TIMEOUT_S,
     DirectPair,
+    GatedRunner,
+    Request,
     TinyModel,
     answers_alone,
     normal_engine,
@@ -17,8 +24,8 @@ from tests.engine.tiny_engine import (
 
 MAX_TURNS = 3000
 REQUESTS = some_requests()
-PROMPT = tuple(range(3, 23))
-"""Three chunks."""
+SHORT = (5, 6, 7)
+THREE_CHUNKS = tuple(range(3, 23))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +113,135 @@ def check_answer(answer: Answer, expected: list[int], *, may_be_cut: bool) -> No
     if answer.end.finish_reason not in ("abort", "insufficient_system_resource"):
         assert answer.token_ids == expected
     assert may_be_cut or answer.end.finish_reason != "insufficient_system_resource"
+
+
+@contextmanager
+def gated_engine(model: TinyModel, num_blocks: int = 32) -> Iterator[tuple[TestEngine, GatedRunner]]:
+    """An overlapped NORMAL engine whose steps wait for the test's permission."""
+    runner = model.gated_runner(num_blocks)
+    normal = normal_engine(runner, overlap=True)
+    try:
+        yield normal, runner
+    finally:
+        runner.let_run(2)
+        normal.engine.close()
+
+
+def start_decoding(normal: TestEngine, runner: GatedRunner, request: Request) -> None:
+    """Prefill a prompt of one chunk; its first token is out, nothing is in flight."""
+    normal.engine.add(request.message())
+    runner.let_run()
+    normal.turn()
+    normal.turn()
+    assert len(normal.answers[request.request_id].token_ids) == 1
+
+
+def test_results_come_one_step_late_and_the_engine_has_work_until_then(reference: Reference) -> None:
+    with gated_engine(reference.model) as (normal, runner):
+        start_decoding(normal, runner, Request("a", SHORT, greedy(3)))
+        normal.turn()  # launches a decode step; it cannot have run
+        assert runner.kinds == "P"
+        assert normal.engine.has_work
+        runner.let_run(2)
+        normal.turn()  # launches the next one and takes the results of the first
+        assert len(normal.answers["a"].token_ids) == 2
+        assert normal.engine.has_work
+        normal.turn()  # the results in flight end the sequence, so nothing is launched
+        assert normal.has_ended("a")
+        assert not normal.engine.has_work
+        assert runner.kinds == "PDD"
+
+
+def test_blocks_of_an_aborted_sequence_are_not_given_to_others_while_its_step_runs(
+    reference: Reference,
+) -> None:
+    whole_pool = Request("b", THREE_CHUNKS, greedy(1))
+    with gated_engine(reference.model, num_blocks=6) as (normal, runner):
+        start_decoding(normal, runner, Request("a", SHORT, greedy(9)))
+        normal.turn()
+        normal.engine.abort("a")
+        normal.engine.add(whole_pool.message())
+        runner.let_run()
+        normal.turn()
+        assert normal.has_ended("a")
+        assert normal.is_drained, "the other prompt is not admitted before the results are in"
+        runner.let_run(3)
+        while not normal.has_ended("b"):
+            normal.turn()
+        assert runner.kinds == "PDPPP"
+        assert normal.answers["b"].token_ids == answers_alone(reference.model, [whole_pool])["b"]
+
+
+def test_a_sequence_that_stops_keeps_its_blocks_while_the_step_behind_it_runs(reference: Reference) -> None:
+    """That step was launched before anybody knew of the stop, and writes into the blocks."""
+    _, second_token_id = answers_alone(reference.model, [Request("a", SHORT, greedy(2))])["a"]
+    stopping = replace(greedy(9), stop_token_ids=(second_token_id,))
+    with gated_engine(reference.model) as (normal, runner):
+        start_decoding(normal, runner, Request("a", SHORT, stopping))
+        normal.turn()
+        runner.let_run()
+        normal.turn()
+        assert normal.has_ended("a")
+        assert normal.engine.has_work
+        assert not normal.is_drained
+        runner.let_run()
+        normal.turn()
+        assert normal.is_drained
+        assert not normal.engine.has_work
+
+
+def test_a_handover_is_offered_only_when_its_blocks_are_written(reference: Reference) -> None:
+    runner = reference.model.gated_runner(16)
+    pair = DirectPair(runner, reference.model.runner(16), overlap=True)
+    pair.add(Request("a", SHORT, greedy(2)).message())
+    pair.turn()
+    assert pair.num_offers == 0
+    runner.let_run()
+    pair.prompt.turn()
+    assert pair.num_offers == 1
+    while not pair.is_drained:
+        pair.turn()
+    assert len(pair.answer("a").token_ids) == 2
+    pair.close()
+
+
+def test_chunks_of_a_prompt_follow_each_other_as_they_do_without_overlap(reference: Reference) -> None:
+    """A decode step slipped in between would cost the prompt a whole attempt interval."""
+    kinds = []
+    for overlap in (False, True):
+        runner = reference.model.gated_runner(64)
+        runner.let_run(200)
+        normal = normal_engine(runner, overlap=overlap)
+        normal.engine.add(Request("a", SHORT, greedy(100)).message())
+        while len(runner.kinds) < 2:
+            normal.turn()
+        normal.engine.add(Request("b", THREE_CHUNKS, greedy(2)).message())
+        while not (normal.has_ended("a") and normal.has_ended("b")):
+            normal.turn()
+        kinds.append(runner.kinds)
+        normal.engine.close()
+    assert "DPPPD" in kinds[0]
+    assert kinds[1] == kinds[0]
+
+
+def test_an_exception_in_the_worker_surfaces_in_the_engine_thread(reference: Reference) -> None:
+    with gated_engine(reference.model) as (normal, runner):
+        start_decoding(normal, runner, Request("a", SHORT, greedy(9)))
+        runner.error = ModelOutputError("damaged")
+        runner.let_run(2)
+        normal.turn()
+        with pytest.raises(ModelOutputError, match="damaged"):
+            normal.turn()
+
+
+def test_closing_waits_for_the_step_that_runs_and_leaves_no_thread(reference: Reference) -> None:
+    with gated_engine(reference.model) as (normal, runner):
+        start_decoding(normal, runner, Request("a", SHORT, greedy(9)))
+        normal.turn()
+        assert runner.started.wait(GATE_TIMEOUT_S)
+        closing = threading.Thread(target=normal.engine.close)
+        closing.start()
+        runner.let_run()
+        closing.join(timeout=GATE_TIMEOUT_S)
+        assert runner.kinds == "PD"
+        assert not any(thread.name.startswith("model") for thread in threading.enumerate())

@@ -15,9 +15,9 @@ from engine.ipc import AddRequest, RequestOutput
 from engine.kv_pool import KVLayout, KVPool
 from engine.model.interface import DecoderModel
 from engine.model.loader import load_model
-from engine.model_runner import ModelBatch, ModelRunner
+from engine.model_runner import ModelRunner
 from model_files import ModelConfig, resolve_model
-from shared_scheduler import AllocStatus, EngineType, Scheduler, Sequence
+from shared_scheduler import AllocStatus, Batch, EngineType, Scheduler, Sequence
 from tests.engine.pair import BLOCK_SIZE, Answer, TestEngine
 from wire.sampling import SamplingParams
 
@@ -52,17 +52,25 @@ class GatedRunner(ModelRunner):
     def __init__(self, model: DecoderModel, config: ModelConfig, kv_pool: KVPool) -> None:
         super().__init__(model, config, kv_pool)
         self._permits = threading.Semaphore(0)
+        self.started = threading.Event()
+        """A step is here, waiting for its permission or running."""
         self.error: Exception | None = None
-        """Raised by the next step instead of running the model."""
+        """Raised instead of running the model."""
+        self.kinds = ""
+        """P or D for every step that has run."""
 
     def let_run(self, num_steps: int = 1) -> None:
         self._permits.release(num_steps)
 
-    def forward(self, batch: ModelBatch) -> torch.Tensor:
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.started.set()
         assert self._permits.acquire(timeout=GATE_TIMEOUT_S), "the test never let this step run"
         if self.error is not None:
             raise self.error
-        return super().forward(batch)
+        logits = super().forward(batch)
+        self.started.clear()
+        self.kinds += "P" if batch.is_prompt else "D"
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +80,7 @@ class Request:
     sampling: SamplingParams
 
     def message(self) -> AddRequest:
-        return AddRequest(
-            request_id=self.request_id, prompt_token_ids=self.prompt, sampling=self.sampling
-        )
+        return AddRequest(request_id=self.request_id, prompt_token_ids=self.prompt, sampling=self.sampling)
 
 
 def some_requests() -> list[Request]:
@@ -197,6 +203,10 @@ class DirectPair:
     def turn(self) -> None:
         for side in self.engines:
             side.turn()
+
+    @property
+    def num_offers(self) -> int:
+        return len(self._offers)
 
     @property
     def is_drained(self) -> bool:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kv_transfer.events import SinkEvent, SourceEvent
 from kv_transfer.layout import Identity, Region
 from kv_transfer.memory import HugePageRegion
-from kv_transfer.messages import ToSink, ToSource, encode
+from kv_transfer.messages import ChoiceStart, ToSink, ToSource, encode
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink_session import PeerSession
 from kv_transfer.source_ledger import Offer, check_offer
@@ -60,10 +60,14 @@ def identity(engine_id: str = "prompt-0", epoch: int = 1, **compatibility: str) 
     return Identity(engine_id, epoch, COMPATIBILITY | compatibility)
 
 
+FIRST = (ChoiceStart(0, 42),)
+"""What one choice goes on from."""
+
+
 def offer(
     handover_id: str = "h", num_tokens: int = 6, block_ids: Sequence[int] = (3, 5), slot: int | None = None
 ) -> Offer:
-    return Offer(handover_id, num_tokens, block_ids, slot, first_token_id=42)
+    return Offer(handover_id, num_tokens, block_ids, slot, FIRST)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transports import make_transport
-from tests.kv_transfer.builders import Pool, identity, offer
+from tests.kv_transfer.builders import FIRST, Pool, identity, offer
 from tests.kv_transfer.processes import TIMEOUT_S, Peer
 from wire.services import PromptEngineAddress
 
@@ -136,7 +136,7 @@ def hand_over(peer: Peer, sink: SinkEnd, epoch: int = 1, handover_id: str = "h")
     sink.pool.kv[:] = 0
     sink.sink.request(handover_id, address_of(peer.ready[0], epoch))
     peer.tell("offer", handover_id, 6, [3, 5])
-    assert sink.event() == Offered(handover_id, 6, 2, 42)
+    assert sink.event() == Offered(handover_id, 6, 2, FIRST)
     sink.sink.pull(handover_id, [7, 8])
     assert sink.event() == Arrived(handover_id)
     assert peer.expect("Released") == [handover_id, "released"]
@@ -150,7 +150,7 @@ def test_hand_over_through_sockets_and_threads() -> None:
     with a_source() as source, a_sink() as sink:
         sink.sink.request("h", address_of(source.source.control_address))
         source.source.offer(offer())
-        assert sink.event() == Offered("h", 6, 2, 42)
+        assert sink.event() == Offered("h", 6, 2, FIRST)
         sink.sink.pull("h", [7, 8])
         assert sink.event() == Arrived("h")
         assert source.event() == Released("h", "released")
@@ -166,7 +166,7 @@ def test_hand_over_through_ipc(tmp_path_factory: pytest.TempPathFactory) -> None
     with a_source("zmq", f"ipc://{path}") as source, a_sink("zmq") as sink:
         sink.sink.request("h", address_of(source.source.control_address))
         source.source.offer(offer())
-        assert sink.event() == Offered("h", 6, 2, 42)
+        assert sink.event() == Offered("h", 6, 2, FIRST)
         sink.sink.pull("h", [7, 8])
         assert sink.event() == Arrived("h")
         assert sink.pool.holds((7, 8), (3, 5))
@@ -237,7 +237,7 @@ def test_mismatch_fails_within_a_second_and_spares_the_others() -> None:
         with a_sink() as good:
             good.sink.request("h", address_of(source.source.control_address))
             source.source.offer(offer())
-            assert good.event() == Offered("h", 6, 2, 42)
+            assert good.event() == Offered("h", 6, 2, FIRST)
 
 
 def test_unequal_transports_are_refused_by_name() -> None:
@@ -290,7 +290,7 @@ def test_bytes_that_are_no_messages_are_counted_and_ignored() -> None:
             vandal.send_multipart(frames)
         sink.sink.request("h", address_of(source.source.control_address))
         source.source.offer(offer())
-        assert sink.event() == Offered("h", 6, 2, 42)
+        assert sink.event() == Offered("h", 6, 2, FIRST)
         while source.source.stats().ignored_by_kind.get("invalid", 0) < 5:
             vandal.poll(1)
 
@@ -337,9 +337,15 @@ def test_aborted_requests_leave_no_descriptors_and_no_state_behind() -> None:
                 assert isinstance(sink.event(), Reclaimable)
             return len(os.listdir("/proc/self/fd"))
 
-        assert abort(500) == abort(1)
+        sink.sink.request("first", address)
+        source.source.offer(offer("first"))
+        assert isinstance(sink.event(), Offered)
+        sink.sink.abandon("first")
+        assert sink.event() == Reclaimable("first")
+        assert source.event() == Released("first", "abandoned")
+        assert abort(1) == abort(500)
         stats = sink.sink.stats()
-        assert (stats.num_handovers, stats.num_peers, stats.abandoned) == (0, 1, 501)
+        assert (stats.num_handovers, stats.num_peers, stats.abandoned) == (0, 1, 502)
         source.source.offer(offer("h7"))
         assert source.event() == Released("h7", "abandoned")
 

@@ -45,6 +45,7 @@ class HandoverLives(RuleBasedStateMachine):
             return
         self.offered_once.add(handover_id)
         self.pinned[handover_id] = (free[0], free[1])
+        self.pair.pool.kv[[free[0], free[1]]] = 1  # the prompt engine has computed them
         self.pair.offer(offer(handover_id, block_ids=self.pinned[handover_id]))
         self.drain()
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from kv_transfer.errors import MessageError
 from kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
+    ChoiceStart,
     Confirm,
     Grant,
     Hello,
@@ -40,7 +41,7 @@ TO_SINK: list[ToSink] = [
     HelloOk(1),
     Refused(1, "dtype", "float16", "float32"),
     Introduction(1, "prompt-0", "fake", "1", b"blob", [RegionInfo("kv", 4096, 64, 8)], 10.0),
-    Grant(1, "h", 3, 10.0, 6, b"\3\0\0\0\5\0\0\0", None, 42),
+    Grant(1, "h", 3, 10.0, 6, b"\3\0\0\0\5\0\0\0", None, (ChoiceStart(0, 42), ChoiceStart(2, 7))),
     Unavailable(1, "h", 3, "withdrawn"),
     Renewed(1, 7, [LeaseTtl("h", 3, 10.0)]),
     Confirm(1, "h", 3, True, "released"),
@@ -72,6 +73,15 @@ def test_messages_to_the_sink_survive_the_wire(message: ToSink) -> None:
 def test_values_over_a_limit_are_refused(message: ToSource) -> None:
     with pytest.raises(MessageError):
         decode_to_source(encode(message))
+
+
+@pytest.mark.parametrize("starts", [(), ((8, 42),), ((-1, 42),), ((0, -1),), ((0, 42),) * 9])
+def test_a_grant_without_choices_with_too_many_or_with_impossible_ones_is_refused(
+    starts: tuple[tuple[int, int], ...],
+) -> None:
+    first_tokens = tuple(ChoiceStart(*start) for start in starts)
+    with pytest.raises(MessageError):
+        decode_to_sink(encode(Grant(1, "h", 3, 10.0, 6, b"\3\0\0\0\5\0\0\0", None, first_tokens)))
 
 
 def test_message_over_the_size_limit_is_refused_unread() -> None:

@@ -5,10 +5,10 @@ import pytest
 from kv_transfer.events import Arrived, Failed, Offered, Reclaimable, Released
 from kv_transfer.layout import Identity
 from kv_transfer.settings import TransferSettings
-from tests.kv_transfer.builders import COMPATIBILITY, Pair, identity, offer
+from tests.kv_transfer.builders import COMPATIBILITY, FIRST, Pair, identity, offer
 from wire.services import PromptEngineAddress
 
-OFFERED = Offered("h", 6, 2, 42)
+OFFERED = Offered("h", 6, 2, FIRST)
 LEASE_S = TransferSettings().lease_s
 
 
@@ -86,7 +86,7 @@ def test_state_slot_moves_with_the_blocks(pair: Pair) -> None:
     pair.reader.request()
     pair.offer(offer(slot=2))
     pair.run()
-    assert pair.reader.take_events() == [Offered("h", 6, 2, 42, has_state=True)]
+    assert pair.reader.take_events() == [Offered("h", 6, 2, FIRST, has_state=True)]
     pair.reader.pull((7, 8), slot=1)
     pair.run()
     assert pair.reader.take_events() == [Arrived("h")]

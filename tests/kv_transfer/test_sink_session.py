@@ -15,9 +15,9 @@ from kv_transfer.messages import (
     encode,
 )
 from kv_transfer.sink_renewals import Renewals
-from tests.kv_transfer.builders import Pair
+from tests.kv_transfer.builders import FIRST, Pair
 
-OFFERED = Offered("h", 6, 2, 42)
+OFFERED = Offered("h", 6, 2, FIRST)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tell(pair: Pair, message: ToSink) -> None:
 def grant(
     block_ids: tuple[int, ...] = (3, 5), num_tokens: int = 6, slot: int | None = None, generation: int = 1
 ) -> Grant:
-    return Grant(1, "h", generation, 10.0, num_tokens, np.array(block_ids, "<i4").tobytes(), slot, 42)
+    return Grant(1, "h", generation, 10.0, num_tokens, np.array(block_ids, "<i4").tobytes(), slot, FIRST)
 
 
 def confirming(pair: Pair) -> None:
@@ -60,7 +60,7 @@ def confirming(pair: Pair) -> None:
         grant(block_ids=(3, 3)),
         grant(slot=4),
         grant(generation=0),
-        Grant(1, "h", 1, 10.0, 6, b"12345", None, 42),
+        Grant(1, "h", 1, 10.0, 6, b"12345", None, FIRST),
     ],
 )
 def test_offer_that_contradicts_the_layout_fails_the_request(pair: Pair, wrong: Grant) -> None:
@@ -73,7 +73,7 @@ def test_offer_that_contradicts_the_layout_fails_the_request(pair: Pair, wrong: 
 def test_duplicate_and_unasked_grants_are_counted_and_ignored(pair: Pair) -> None:
     tell(pair, grant())
     tell(pair, grant(generation=2))
-    tell(pair, Grant(1, "unasked", 1, 10.0, 6, b"", None, 42))
+    tell(pair, Grant(1, "unasked", 1, 10.0, 6, b"", None, FIRST))
     assert pair.reader.take_events() == [OFFERED]
     assert pair.reader.counters.ignored == {"duplicate": 1, "unknown": 1}
 

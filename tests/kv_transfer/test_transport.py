@@ -4,11 +4,15 @@ from hypothesis import strategies as st
 
 from kv_transfer.transport import BlockRead, merge_runs, sort_pairs
 from kv_transfer.transports.pieces import (
+    MAX_EXTENT_BYTES,
     MAX_EXTENTS,
     MAX_PIECE_BYTES,
+    MAX_STAGED_BYTES,
     PIECE_BYTES,
     STAGED_BELOW_BYTES,
+    Piece,
     cut,
+    is_staged,
 )
 
 
@@ -60,7 +64,9 @@ def test_pieces_cover_each_byte_once_and_obey_the_limits(
     moved = []
     for piece in pieces:
         assert len(piece.remote) <= MAX_EXTENTS
-        assert piece.num_bytes == piece.remote[:, 1].sum() <= MAX_PIECE_BYTES
+        limit = MAX_STAGED_BYTES if is_staged(piece.remote) else MAX_PIECE_BYTES
+        assert piece.num_bytes == piece.remote[:, 1].sum() <= limit
+        assert piece.remote[:, 1].max() <= MAX_EXTENT_BYTES
         assert (piece.remote[:, 1] == piece.local[:, 1]).all()
         moved += [(r, loc, n) for (r, n), (loc, _) in zip(piece.remote, piece.local, strict=True)]
     assert sum(n for _, _, n in moved) == len(remote) * block_bytes
@@ -71,11 +77,29 @@ def test_pieces_cover_each_byte_once_and_obey_the_limits(
         assert target[last] - target[first] == last - first
 
 
-def test_small_blocks_travel_together_and_large_ones_alone() -> None:
+def sizes(piece: Piece) -> list[int]:
+    return [int(size) for size in piece.remote[:, 1]]
+
+
+def test_small_blocks_share_a_frame() -> None:
     scattered = BlockRead(0, ids(*range(1, 65, 2)), ids(*range(1, 65, 2)))
-    assert [len(piece.remote) for piece in cut([scattered], [65536])] == [16, 16]
+    pieces = cut([scattered], [65536])
+    assert [sizes(piece) for piece in pieces] == [[65536] * 16] * 2
+    assert all(is_staged(piece.remote) for piece in pieces)
+
+
+def test_middling_blocks_share_a_message_in_frames_of_their_own() -> None:
+    scattered = BlockRead(0, ids(1, 3, 5, 7, 9), ids(1, 3, 5, 7, 9))
+    pieces = cut([scattered], [STAGED_BELOW_BYTES])
+    assert [len(piece.remote) for piece in pieces] == [4, 1]
+    assert not any(is_staged(piece.remote) for piece in pieces)
+
+
+def test_large_blocks_travel_alone_and_long_runs_are_split_evenly() -> None:
     large = BlockRead(0, ids(1, 3), ids(1, 3))
-    assert [piece.num_bytes for piece in cut([large], [1_433_600])] == [716_800] * 4
+    assert [sizes(piece) for piece in cut([large], [1_468_416])] == [[1_468_416]] * 2
+    run = BlockRead(0, ids(*range(1, 41)), ids(*range(1, 41)))
+    assert [sizes(piece) for piece in cut([run], [65536])] == [[1_310_720], [1_310_720]]
 
 
 def test_tiny_blocks_are_limited_by_their_number() -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory
-from kv_transfer.transports.pieces import MAX_PIECE_BYTES
+from kv_transfer.transports.pieces import MAX_EXTENT_BYTES
 from kv_transfer.transports.zmq import ZmqConnection, ZmqTransport, _Ask
 from tests.kv_transfer.builders import BLOCK_BYTES, Pool
 
@@ -92,7 +92,7 @@ def test_asker_of_a_former_source_gets_nothing(port: DataPort) -> None:
         [(0, -5)],
         [(2**62, 2**62)],
         [(16 * BLOCK_BYTES - 3, 4)],
-        [(0, MAX_PIECE_BYTES + 1)],
+        [(0, MAX_EXTENT_BYTES + 1)],
         [(0, 4096)] * 2000,
     ],
 )
@@ -100,6 +100,10 @@ def test_extents_outside_the_region_or_the_limit_get_nothing(
     port: DataPort, extents: list[tuple[int, int]]
 ) -> None:
     assert port.ask(0, *extents) == ("outside the region", b"")
+
+
+def test_small_extents_over_the_staging_limit_get_nothing(port: DataPort) -> None:
+    assert port.ask(0, *[(0, 4096)] * 400) == ("too much for one message", b"")
 
 
 def test_unknown_region_gets_nothing(port: DataPort) -> None:
