@@ -103,8 +103,8 @@ class LLMEngine:
         With overlap, the step just launched runs on: its results belong to the next call.
         """
         reports: list[RequestOutput] = []
-        is_launched = self._may_schedule() and self._launch(self._scheduler.schedule(), reports)
-        num_ahead = self._executor.num_ahead if is_launched else 0
+        runs_on = self._may_schedule() and self._launch(self._scheduler.schedule(), reports)
+        num_ahead = self._executor.num_ahead if runs_on else 0
         while len(self._in_flight) > num_ahead:
             self._finish(self._in_flight.popleft(), reports)
         return reports
@@ -142,18 +142,20 @@ class LLMEngine:
         )
 
     def _launch(self, outputs: SchedulerOutputs, reports: list[RequestOutput]) -> bool:
-        """Start what was scheduled, if anything; report what ended by being scheduled."""
+        """Start what was scheduled and report what ended in the scheduling; True if a step may run on."""
         is_idle = outputs.is_empty and not self._in_flight
         self.num_empty_steps = self.num_empty_steps + 1 if is_idle else 0
-        is_launched = not outputs.is_empty or has_copies(outputs.copies)
-        if is_launched:
+        copies = outputs.copies
+        if not outputs.is_empty or has_copies(copies):
             launched_s = self._clock()
             self._in_flight.append(LaunchedStep(outputs, self._executor.launch(outputs), launched_s))
         ended = (*outputs.finished, *outputs.ignored)
         self._role.after_step((), ended)
         self._num_preempted += sum(s.status is SequenceStatus.FINISHED_PREEMPTED for s in ended)
         reports += map(report_end, ended)
-        return is_launched
+        # A sequence that got a clone may have been preempted in the same scheduling: the clone must be made
+        # before anyone, a transfer for instance, can write into the block that went back.
+        return not (outputs.is_empty or copies.clone_blocks or copies.clone_states)
 
     def _finish(self, step: LaunchedStep, reports: list[RequestOutput]) -> None:
         """Wait for a step's results, apply and report them."""

@@ -93,6 +93,7 @@ class BatchBuilder:
         sequences, rows = cohort.sequences, cohort.rows
         starts = self._rows.num_tokens[rows] - self._rows.uncached[rows]
         seqlens_k = starts + seqlens_q
+        self._check_covered(rows, seqlens_k)
         total = int(seqlens_q.sum())
         token_ids = np.empty(total, np.int32)
         positions = np.empty(total, np.int32)
@@ -106,7 +107,6 @@ class BatchBuilder:
             positions[at:to] = self._positions[start:end]
             slot_mapping[at:to] = self._slots(row, start, end)
             at = to
-        self._check_writable(slot_mapping // self._block_size)
         return Batch(
             is_prompt=True,
             block_size=self._block_size,
@@ -179,24 +179,29 @@ class BatchBuilder:
             raise CorruptionError(f"a step writes position {max_k - 1}, beyond a table of {width} blocks")
         in_table = positions // size
         block_ids = tables.reshape(-1)[rows * width + in_table]
-        self._check_writable(block_ids)
+        if np.count_nonzero(block_ids) < block_ids.size:
+            raise CorruptionError("a block table does not cover a write")
+        self._check_own(block_ids)
         slots: Int32Array = (block_ids - in_table) * size + positions
         return slots
 
     def _slots(self, row: int, start: int, end: int) -> Int32Array:
         size = self._block_size
         first, last = start // size, -(-end // size)
-        if last > self._rows.num_blocks[row]:
-            raise CorruptionError(
-                f"row {row} writes position {end - 1} with {self._rows.num_blocks[row]} blocks"
-            )
         block_ids = self._rows.tables[row, first:last]
+        self._check_own(block_ids)
         slots: Int32Array = np.add.outer(block_ids * size, self._offsets).reshape(-1)
         return slots[start - first * size : end - first * size]
 
-    def _check_writable(self, block_ids: Int32Array) -> None:
-        if int(block_ids.min()) < 1:
-            raise CorruptionError("a block table does not cover a write")
+    def _check_covered(self, rows: RowIndices, seqlens_k: Int32Array) -> None:
+        short = (seqlens_k > self._rows.num_blocks[rows] * self._block_size).nonzero()[0]
+        if short.size:
+            row, length = int(rows[short[0]]), int(seqlens_k[short[0]])
+            raise CorruptionError(
+                f"row {row} writes position {length - 1} with {self._rows.num_blocks[row]} blocks"
+            )
+
+    def _check_own(self, block_ids: Int32Array) -> None:
         if self._blocks.num_shared and self._blocks.max_count(block_ids) > 1:
             raise CorruptionError("a step writes a block that has another owner")
 

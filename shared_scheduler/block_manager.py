@@ -41,6 +41,7 @@ class BlockManager:
         self._num_free = num_blocks - 1
         self._counts = np.zeros(num_blocks, np.int32)
         self._marks = np.zeros(num_blocks, np.int32)
+        self._order = np.arange(num_blocks, dtype=np.int32)
         self.num_shared = 0
         """Blocks with more than one owner."""
 
@@ -72,7 +73,7 @@ class BlockManager:
         """Take blocks; ask `can_allocate` first. Returns int32[num_blocks]."""
         if num_blocks > self._num_free:
             raise CorruptionError(f"{num_blocks} {self._name}s taken with {self._num_free} free")
-        ids = self._ring.take(range(self._head, self._head + num_blocks), mode="wrap")
+        ids = self._ring_slice(self._head, num_blocks)
         self._head = (self._head + num_blocks) % self._ring.size
         self._num_free -= num_blocks
         self._counts[ids] = 1
@@ -100,10 +101,7 @@ class BlockManager:
             raise CorruptionError(f"{self._name} {int(ids[counts.argmin()])} freed while it is free")
         self._counts[ids] = counts
         self.num_shared -= int(np.count_nonzero(counts == 1))
-        returned = ids[counts == 0]
-        tail = self._head + self._num_free
-        self._ring.put(range(tail, tail + returned.size), returned, mode="wrap")
-        self._num_free += int(returned.size)
+        self._put_back(ids[counts == 0])
 
     def reset(self) -> None:
         """Forget the order of reuse; refused while anything is held."""
@@ -117,14 +115,27 @@ class BlockManager:
 
     def check_invariants(self) -> None:
         """Free + held = usable, no block both free and held, `num_shared` right."""
-        index = (self._head + np.arange(self._num_free)) % self._ring.size
-        free = self._ring[index]
+        free = self._ring_slice(self._head, self._num_free)
         assert np.unique(free).size == free.size, f"a {self._name} is in the free list twice"
         assert not self._counts[free].any(), f"a free {self._name} has an owner"
         assert self._counts[0] == 0, f"the null {self._name} has an owner"
         num_held = int(np.count_nonzero(self._counts > 0))
         assert num_held + self._num_free == self.num_usable, (num_held, self._num_free, self.num_usable)
         assert self.num_shared == int(np.count_nonzero(self._counts > 1))
+
+    def _put_back(self, ids: npt.NDArray[np.intp]) -> None:
+        start = (self._head + self._num_free) % self._ring.size
+        fits = min(ids.size, self._ring.size - start)
+        self._ring[start : start + fits] = ids[:fits]
+        self._ring[: ids.size - fits] = ids[fits:]
+        self._num_free += ids.size
+
+    def _ring_slice(self, start: int, length: int) -> BlockIds:
+        """A copy of `length` entries of the ring from `start` on."""
+        end = start + length
+        if end <= self._ring.size:
+            return self._ring[start:end].copy()
+        return np.concatenate([self._ring[start:], self._ring[: end - self._ring.size]])
 
     def _checked(self, block_ids: npt.ArrayLike) -> npt.NDArray[np.intp]:
         """The ids as indices, each in range and named once."""
@@ -133,8 +144,8 @@ class BlockManager:
             return ids
         if ids.min() < 1 or ids.max() >= self._num_blocks:
             raise CorruptionError(f"{self._name} ids {ids.min()}..{ids.max()} outside 1..{self.num_usable}")
-        order = np.arange(ids.size, dtype=np.int32)
+        order = self._order[: ids.size]
         self._marks[ids] = order
-        if not np.array_equal(self._marks[ids], order):
+        if ids.size > self._num_blocks or (self._marks[ids] != order).any():
             raise CorruptionError(f"a {self._name} is named twice in one list: {ids.tolist()}")
         return ids

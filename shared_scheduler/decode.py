@@ -150,17 +150,11 @@ class DecodePlanner:
         if self._like_reference or self._queues.has_drafts:
             return False
         rows, blocks = self._holdings.rows, self._holdings.blocks
-        room = rows.num_blocks[candidates] * self._config.block_size
-        must_grow = reach > room
-        num_new = int(np.count_nonzero(must_grow))
-        if num_new > blocks.num_free or self._writes_shared(candidates, reach):
+        must_grow = (reach > rows.num_blocks[candidates] * self._config.block_size).nonzero()[0]
+        if must_grow.size > blocks.num_free or self._writes_shared(candidates, reach):
             return False
-        if num_new:
-            growing = candidates[must_grow]
-            at = rows.num_blocks[growing]
-            rows.ensure_width(int(at.max()) + 1)
-            rows.tables[growing, at] = blocks.allocate(num_new)
-            rows.num_blocks[growing] = at + 1
+        if must_grow.size:
+            rows.append_block_each(candidates[must_grow], blocks.allocate(must_grow.size))
         return True
 
     def _writes_shared(self, candidates: RowIndices, reach: Int32Array) -> bool:

@@ -1,5 +1,6 @@
 """Who goes into a prompt step, and how much of each prompt."""
 
+import sys
 from dataclasses import dataclass, field
 
 from shared_scheduler.block_manager import AllocStatus
@@ -9,6 +10,8 @@ from shared_scheduler.holdings import Holdings
 from shared_scheduler.queues import Queues
 from shared_scheduler.sequence import FORK_MARK, Sequence
 from shared_scheduler.status import SequenceStatus
+
+UNBOUNDED = sys.maxsize
 
 
 @dataclass(slots=True)
@@ -26,6 +29,24 @@ class PromptPlan:
         return not self.sequences and not self.ignored
 
 
+@dataclass(slots=True)
+class _Room:
+    """What is left of one prompt step."""
+
+    num_sequences: int
+    num_tokens: int
+    sum_seqlen_k: int
+    alignment: int
+    is_untouched: bool = True
+
+    def take(self, length: int, seqlen_k: int) -> None:
+        """A chunk counts as its aligned length, against the sum of k as the whole sequence."""
+        self.num_sequences -= 1
+        self.num_tokens -= -(-length // self.alignment) * self.alignment
+        self.sum_seqlen_k -= seqlen_k
+        self.is_untouched = False
+
+
 class PromptPlanner:
     """Fills a prompt step from the head of `waiting`; a limit that the head does not pass ends the step."""
 
@@ -33,6 +54,8 @@ class PromptPlanner:
         self._config = config
         self._queues = queues
         self._holdings = holdings
+        self._num_usable = holdings.blocks.num_usable
+        self._longest = min(config.prompt_limit, config.prefill_max_sum_seqlen_k or UNBOUNDED)
         self._rules = CutRules(
             alignment=config.cut_alignment,
             min_chunk=config.min_chunk,
@@ -42,46 +65,28 @@ class PromptPlanner:
         )
 
     def plan(self) -> PromptPlan:
-        config, waiting = self._config, self._queues.waiting
-        plan = PromptPlan()
-        num_sequences = self._queues.num_running + self._queues.num_joining
-        sum_k_left = config.prefill_max_sum_seqlen_k
-        used = 0
+        plan, room = PromptPlan(), self._empty_step()
+        waiting = self._queues.waiting
         while waiting:
-            sequence = waiting[0]
-            if sequence.is_finished:
+            head = waiting[0]
+            if head.is_finished:
                 self._drop_head(plan)
                 continue
-            if not sequence.schedule.schedulable:
+            if not head.schedule.schedulable:
                 break
-            status = AllocStatus.NEVER if self._is_too_long(sequence) else self._can_hold(sequence)
-            if status is AllocStatus.NEVER:
-                # Before the cap on sequences, as the recordings show: a hopeless head holds nobody up.
-                sequence.finish(SequenceStatus.FINISHED_IGNORED)
+            status = self._can_hold(head)
+            if status is AllocStatus.LATER and self._make_way(head):
+                continue
+            length = self._length_now(head, status, room)
+            if length is None:
+                head.finish(SequenceStatus.FINISHED_IGNORED)
                 self._drop_head(plan)
                 continue
-            if num_sequences + 1 > config.max_num_seqs:
-                break
-            if sum_k_left is not None and sum_k_left < sequence.num_tokens:
-                break
-            if status is AllocStatus.LATER:
-                if self._make_way(sequence):
-                    continue
-                break
-            length = self._chunk_length(sequence, config.max_num_batched_tokens - used)
             if length == 0:
-                if used:
-                    break
-                # Not even an empty step has room for the piece that must stay whole.
-                sequence.finish(SequenceStatus.FINISHED_IGNORED)
-                self._drop_head(plan)
-                continue
-            used += -(-length // config.cut_alignment) * config.cut_alignment
-            if sum_k_left is not None:
-                sum_k_left -= sequence.num_tokens
+                break
+            room.take(length, head.num_tokens)
             is_last = self._take_head(plan, length)
-            num_sequences += 1
-            if not is_last and config.engine_type is EngineType.NORMAL:
+            if not is_last and self._config.engine_type is EngineType.NORMAL:
                 break
         return plan
 
@@ -90,7 +95,7 @@ class PromptPlanner:
         if not self._queues.waiting:
             return False
         head = self._queues.waiting[0]
-        if head.is_finished or self._is_too_long(head):
+        if head.is_finished:
             return True
         if not head.schedule.schedulable:
             return False
@@ -98,15 +103,33 @@ class PromptPlanner:
 
     # ----- limits
 
-    def _is_too_long(self, sequence: Sequence) -> bool:
+    def _empty_step(self) -> "_Room":
         config = self._config
-        bound = config.prompt_limit
-        if config.prefill_max_sum_seqlen_k is not None:
-            bound = min(bound, config.prefill_max_sum_seqlen_k)
-        return sequence.num_tokens > bound
+        taken = self._queues.num_running + self._queues.num_joining
+        sum_k = config.prefill_max_sum_seqlen_k
+        return _Room(
+            num_sequences=config.max_num_seqs - taken,
+            num_tokens=config.max_num_batched_tokens,
+            sum_seqlen_k=UNBOUNDED if sum_k is None else sum_k,
+            alignment=config.cut_alignment,
+        )
+
+    def _length_now(self, head: Sequence, status: AllocStatus, room: "_Room") -> int | None:
+        """Tokens of the head's next chunk; 0: it must wait; None: it can never run.
+
+        NEVER comes before the cap on sequences, as the recordings show: a hopeless head holds nobody up.
+        """
+        if status is AllocStatus.NEVER:
+            return None
+        if status is AllocStatus.LATER or room.num_sequences < 1 or room.sum_seqlen_k < head.num_tokens:
+            return 0
+        length = self._chunk_length(head, room.num_tokens)
+        if length == 0 and room.is_untouched:
+            return None  # not even an empty step has room for a piece that must stay whole
+        return length
 
     def _can_hold(self, sequence: Sequence) -> AllocStatus:
-        if sequence.num_blocks_needed() > self._holdings.blocks.num_usable:
+        if sequence.num_tokens > self._longest or sequence.num_blocks_needed() > self._num_usable:
             return AllocStatus.NEVER
         missing = self._holdings.num_missing(sequence)
         slots = self._holdings.num_missing_slots(sequence)

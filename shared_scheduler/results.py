@@ -189,26 +189,16 @@ class ResultProcessor:
         outcome.num_appended.append(count)
 
     def check_stop(self, sequence: Sequence, token_id: int, num_tokens: int) -> bool:
-        """Does the newest token end the sequence?"""
-        status = self.status_after(sequence, token_id, num_tokens)
-        if status is not None:
-            sequence.finish(status)
-        return sequence.is_finished
-
-    def status_after(self, sequence: Sequence, token_id: int, num_tokens: int) -> SequenceStatus | None:
-        """How `token_id` as token number `num_tokens` ends the sequence, if it does.
-
-        EOS and stop ids, then model length, then max_tokens.
-        """
+        """Does the newest token end the sequence? EOS and stop ids, then model length, then max_tokens."""
         sampling = sequence.sampling
         if (token_id in self._eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
-            return SequenceStatus.FINISHED_STOPPED
-        if (
+            sequence.finish(SequenceStatus.FINISHED_STOPPED)
+        elif (
             num_tokens > self._config.max_model_len
             or num_tokens - sequence.num_prompt_tokens >= sampling.max_tokens
         ):
-            return SequenceStatus.FINISHED_LENGTH_CAPPED
-        return None
+            sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+        return sequence.is_finished
 
     def _drop(self, sequence: Sequence, finished: list[Sequence], gone: list[Sequence]) -> None:
         """Ended or preempted while this step ran: its output is void."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Int32Array = npt.NDArray[np.int32]
 RowIndices = npt.NDArray[np.intp]
 
-NEW_TOKENS_WIDTH = 128
+NEW_TOKENS_WIDTH = 512
 """Newest tokens that wait in a row before they move, all at once, to the sequence's own array."""
 
 NO_ROW = -1
@@ -84,7 +84,7 @@ class SequenceRows:
         self._columns[:, row] = 0
         self.num_tokens[row] = owner.num_stored
         # Rows start at different places, so that they do not all have to be emptied in the same step.
-        self.new_base[row] = owner.num_stored - row * 37 % NEW_TOKENS_WIDTH
+        self.new_base[row] = owner.num_stored - row * 149 % NEW_TOKENS_WIDTH
         self.owners[row] = owner
         return row
 
@@ -105,6 +105,13 @@ class SequenceRows:
         self.ensure_width(end)
         self.tables[row, start:end] = block_ids
         self.num_blocks[row] = end
+
+    def append_block_each(self, rows: RowIndices, block_ids: Int32Array) -> None:
+        """One block to each of distinct rows."""
+        at = self.num_blocks[rows]
+        self.ensure_width(int(at.max()) + 1)
+        self.tables.reshape(-1)[rows * self.tables.shape[1] + at] = block_ids
+        self.num_blocks[rows] = at + 1
 
     def cut_blocks(self, row: int, num_blocks: int) -> Int32Array:
         """Shorten the table to `num_blocks` and return the ids cut off."""
@@ -143,9 +150,8 @@ class SequenceRows:
         self.last_token[rows] = token_ids
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
-        if at.size and int(at.max()) == NEW_TOKENS_WIDTH - 1:
-            for row in rows[at == NEW_TOKENS_WIDTH - 1].tolist():
-                self.flush(row)
+        for i in (at == NEW_TOKENS_WIDTH - 1).nonzero()[0].tolist():
+            self.flush(int(rows[i]))
         return num_tokens
 
     def flush(self, row: int) -> None:

@@ -20,7 +20,7 @@ from shared_scheduler.queues import Queues
 from shared_scheduler.remote import RemoteArrivals
 from shared_scheduler.results import ResultProcessor
 from shared_scheduler.sequence import Sequence
-from shared_scheduler.status import FINISH_REASONS, SequenceStatus
+from shared_scheduler.status import SequenceStatus
 from shared_scheduler.step_time import StepTimeModel
 from shared_scheduler.voting import GroupVote, SingleRank, StepClock, agree_on_config
 from wire.sampling import SamplingParams
@@ -122,11 +122,6 @@ class Scheduler:
         with state cannot do). `RequestError` if nothing can be shared.
         """
         return self._forks.fork(parent, request_id, sampling, output_token_ids, now_s)
-
-    def reason_after(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Why the sequence would end if this were its next token; None: it would go on."""
-        status = self._results.status_after(sequence, token_id, sequence.num_tokens + 1)
-        return None if status is None else FINISH_REASONS[status]
 
     def set_drafts(self, sequence: Sequence, token_ids: Many[int], confidences: Many[float] = ()) -> None:
         """Propose what may follow the sequence's last token; verified in its next decode step.

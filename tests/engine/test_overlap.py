@@ -190,6 +190,18 @@ def test_a_sequence_that_stops_keeps_its_blocks_while_the_step_behind_it_runs(re
         assert not normal.engine.has_work
 
 
+def test_clones_are_made_before_anyone_can_take_the_blocks_they_go_to(reference: Reference) -> None:
+    with gated_engine(reference.model) as (normal, runner):
+        start_decoding(normal, runner, Request("a", SHORT, greedy(9)))
+        sequence = normal.scheduler.get("a")
+        assert sequence is not None
+        runner.let_run(2)
+        normal.turn()
+        normal.scheduler.fork(sequence, "b", now_s=0.0)
+        normal.turn()
+        assert runner.kinds == "PDD", "the step that clones has run"
+
+
 def test_a_handover_is_offered_only_when_its_blocks_are_written(reference: Reference) -> None:
     runner = reference.model.gated_runner(16)
     pair = DirectPair(runner, reference.model.runner(16), overlap=True)

@@ -1,4 +1,4 @@
-"""A NORMAL engine whose pool is too small for the load computes preempted sequences again: the same tokens."""
+"""A NORMAL engine whose pool is too small computes preempted sequences again: the same tokens."""
 
 import random
 from dataclasses import replace

@@ -16,7 +16,7 @@ from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.source_ledger import Offer
 from kv_transfer.transports import make_transport
-from tests.kv_transfer.builders import Pool, identity
+from tests.kv_transfer.builders import FIRST, Pool, identity
 from wire.services import PromptEngineAddress
 
 
@@ -63,7 +63,7 @@ def serve_source(setup: Setup, pool: Pool) -> None:
         name, *arguments = json.loads(line)
         if name == "offer":
             handover_id, num_tokens, block_ids = arguments
-            source.offer(Offer(handover_id, num_tokens, block_ids, None, 42))
+            source.offer(Offer(handover_id, num_tokens, block_ids, None, FIRST))
         elif name == "withdraw":
             source.withdraw(*arguments)
         else:

@@ -1,0 +1,116 @@
+"""The one collective a group uses: every rank's row of integers, gathered by gloo (CPU) or NCCL (CUDA)."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch.distributed import ProcessGroupGloo, Store, Work
+
+from shared_scheduler import GroupError
+
+WAIT_SLICE_S = 0.5
+CONNECT_TIMEOUT_S = 15.0
+_FOREVER = timedelta(days=365)
+"""The backend's own time limit; ours is in `while_waiting`, which knows slow ranks from dead ones."""
+_SPIN_S = 0.0005
+_POLL_S = 0.0001
+
+
+class Backend(Protocol):
+    """What gloo's and NCCL's process groups have in common."""
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Work: ...
+
+
+class Collective:
+    """Rows of `width` int64, one of each rank."""
+
+    def __init__(self, backend: Backend, size: int, width: int, device: torch.device) -> None:
+        self._backend = backend
+        self._is_cuda = device.type == "cuda"
+        self._sent = torch.zeros(width, dtype=torch.int64, device=device)
+        self._gathered = torch.zeros(size, width, dtype=torch.int64, device=device)
+        self._outputs = [list(self._gathered.unbind(0))]
+
+    @classmethod
+    def connect(
+        cls, store: Store, rank: int, size: int, *, width: int, host: str, device: torch.device
+    ) -> "Collective":
+        """Connect all ranks of `store`; `host` is the address of this one. `GroupError` if that fails."""
+        make = nccl_backend if device.type == "cuda" else gloo_backend
+        try:
+            return cls(make(store, rank, size, host), size, width, device)
+        except RuntimeError as error:
+            raise GroupError(f"the ranks could not be connected: {short(error)}") from error
+
+    def gather(self, row: Sequence[int], while_waiting: Callable[[], None]) -> list[list[int]]:
+        """The rows of all ranks, in order of rank.
+
+        `while_waiting` is called twice a second until they are there, and may raise. `GroupError` when a
+        connection is lost. After any exception the collective is unusable.
+        """
+        self._sent.copy_(torch.tensor(row))
+        try:
+            work = self._backend.allgather(self._outputs, [self._sent])
+        except RuntimeError as error:
+            raise GroupError(short(error)) from error
+        (_poll if self._is_cuda else _wait)(work, while_waiting)
+        rows: list[list[int]] = self._gathered.tolist()
+        return rows
+
+
+def gloo_backend(store: Store, rank: int, size: int, host: str) -> Backend:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub does not know it
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._threads = 1
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    backend = ProcessGroupGloo(store, rank, size, options)
+    backend._set_default_timeout(_FOREVER)
+    return backend
+
+
+def nccl_backend(store: Store, rank: int, size: int, host: str) -> Backend:
+    from torch.distributed import ProcessGroupNCCL  # only in builds with CUDA
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _FOREVER
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+def _wait(work: Work, while_waiting: Callable[[], None]) -> None:
+    """gloo: a wait that timed out leaves the operation running."""
+    while True:
+        try:
+            work.wait(timedelta(seconds=WAIT_SLICE_S))
+            return
+        except RuntimeError as error:
+            if not work.is_completed():
+                while_waiting()
+            elif not work.is_success():
+                raise GroupError(short(error)) from error
+
+
+def _poll(work: Work, while_waiting: Callable[[], None]) -> None:
+    """NCCL: a wait that timed out would abort the communicator."""
+    started_s = time.monotonic()
+    slice_s = started_s
+    while not work.is_completed():
+        now_s = time.monotonic()
+        if now_s - started_s > _SPIN_S:
+            time.sleep(_POLL_S)
+        if now_s - slice_s > WAIT_SLICE_S:
+            slice_s = now_s
+            while_waiting()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise GroupError(short(error)) from error
+
+
+def short(error: Exception) -> str:
+    """The part of a backend's message that says what happened."""
+    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).splitlines()[0])
+    return text.split(". This is typically")[0]
