@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: setup serve test check bench format clean
+.PHONY: setup serve test check bench soak format clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,11 @@ check: setup
 bench: setup
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.pair
+	$(BIN)/python -m benchmarks.scheduler
+
+# A hundred times as many random histories as `make test`.
+soak: setup
+	TANDEM_HYPOTHESIS=soak $(BIN)/python -m pytest --timeout 0 tests/shared_scheduler/test_properties.py $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

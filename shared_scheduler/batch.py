@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from shared_scheduler.block_manager import BlockManager
 from shared_scheduler.cohort import Cohort
 from shared_scheduler.errors import CorruptionError
-from shared_scheduler.rows import Int32Array, RowIndices, SequenceRows
+from shared_scheduler.holdings import Holdings
+from shared_scheduler.rows import Int32Array, RowIndices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +81,10 @@ class Batch:
 class BatchBuilder:
     """Builds batches; checks that every write lands in a block that nobody else holds."""
 
-    def __init__(self, rows: SequenceRows, blocks: BlockManager, block_size: int, max_model_len: int) -> None:
-        self._rows = rows
-        self._blocks = blocks
+    def __init__(self, holdings: Holdings, block_size: int, max_model_len: int) -> None:
+        self._rows = holdings.rows
+        self._blocks = holdings.blocks
+        self._states = holdings.states
         self._block_size = block_size
         self._positions = np.arange(max_model_len + 1, dtype=np.int32)
         self._offsets = np.arange(block_size, dtype=np.int32)
@@ -94,25 +95,16 @@ class BatchBuilder:
         starts = self._rows.num_tokens[rows] - self._rows.uncached[rows]
         seqlens_k = starts + seqlens_q
         self._check_covered(rows, seqlens_k)
-        total = int(seqlens_q.sum())
-        token_ids = np.empty(total, np.int32)
-        positions = np.empty(total, np.int32)
-        slot_mapping = np.empty(total, np.int32)
-        at = 0
-        for sequence, row, start, end in zip(
-            sequences, rows.tolist(), starts.tolist(), seqlens_k.tolist(), strict=True
-        ):
-            to = at + end - start
-            token_ids[at:to] = sequence.stored_tokens(start, end)
-            positions[at:to] = self._positions[start:end]
-            slot_mapping[at:to] = self._slots(row, start, end)
-            at = to
+        self._check_own_state(cohort.state_slots)
+        chunks = list(zip(rows.tolist(), starts.tolist(), seqlens_k.tolist(), strict=True))
         return Batch(
             is_prompt=True,
             block_size=self._block_size,
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
+            token_ids=np.concatenate(
+                [s.stored_tokens(start, end) for s, (_, start, end) in zip(sequences, chunks, strict=True)]
+            ),
+            positions=np.concatenate([self._positions[start:end] for _, start, end in chunks]),
+            slot_mapping=self._chunk_slots(chunks),
             seqlens_q=seqlens_q,
             seqlens_k=seqlens_k,
             block_tables=self._gather_tables(rows, int(seqlens_k.max())),
@@ -132,6 +124,7 @@ class BatchBuilder:
         if previous_rows is not None:
             input_from_previous = self._rows_of_previous(rows, previous_rows)
             token_ids[input_from_previous >= 0] = 0
+        self._check_own_state(cohort.state_slots)
         positions = reach - 1
         max_k = int(reach[0])
         return Batch(
@@ -185,13 +178,19 @@ class BatchBuilder:
         slots: Int32Array = (block_ids - in_table) * size + positions
         return slots
 
-    def _slots(self, row: int, start: int, end: int) -> Int32Array:
-        size = self._block_size
-        first, last = start // size, -(-end // size)
-        block_ids = self._rows.tables[row, first:last]
+    def _chunk_slots(self, chunks: list[tuple[int, int, int]]) -> Int32Array:
+        """Slots of positions start..end-1 of each (row, start, end), one after the other."""
+        size, tables = self._block_size, self._rows.tables
+        block_ids = np.concatenate(
+            [tables[row, start // size : -(-end // size)] for row, start, end in chunks]
+        )
         self._check_own(block_ids)
-        slots: Int32Array = np.add.outer(block_ids * size, self._offsets).reshape(-1)
-        return slots[start - first * size : end - first * size]
+        slots = np.add.outer(block_ids * size, self._offsets).reshape(-1)
+        pieces, at = [], 0
+        for _, start, end in chunks:
+            pieces.append(slots[at + start % size : at + start % size + end - start])
+            at += (-(-end // size) - start // size) * size
+        return np.concatenate(pieces)
 
     def _check_covered(self, rows: RowIndices, seqlens_k: Int32Array) -> None:
         short = (seqlens_k > self._rows.num_blocks[rows] * self._block_size).nonzero()[0]
@@ -204,6 +203,10 @@ class BatchBuilder:
     def _check_own(self, block_ids: Int32Array) -> None:
         if self._blocks.num_shared and self._blocks.max_count(block_ids) > 1:
             raise CorruptionError("a step writes a block that has another owner")
+
+    def _check_own_state(self, slots: Int32Array) -> None:
+        if self._states is not None and self._states.num_shared and self._states.max_count(slots) > 1:
+            raise CorruptionError("a step writes a state slot that has another owner")
 
     def _gather_tables(self, rows: RowIndices, max_k: int) -> Int32Array:
         return self._rows.tables[rows, : -(-max_k // self._block_size)]

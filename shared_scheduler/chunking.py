@@ -31,17 +31,14 @@ def chunk_length(
     length = min(end - start, room)
     if length < end - start and not rules.may_cut:
         return 0
-    if checkpoint is not None and start < checkpoint <= start + length:
-        to_checkpoint = _before_image(token_ids, start, checkpoint, rules)
-        if to_checkpoint >= rules.min_chunk or checkpoint == end:
-            length = min(to_checkpoint, length)
+    if checkpoint is not None and start + rules.min_chunk <= checkpoint <= start + length:
+        length = checkpoint - start
     if length == end - start:
         return length
     cut = _before_image(token_ids, start, start + length, rules)
     if cut < rules.min_chunk:
         cut = _after_image(token_ids, start, start + length, rules)
-    fits = rules.min_chunk <= cut <= room or (cut == end - start and cut <= room)
-    return cut if fits else 0
+    return cut if cut <= room and (cut >= rules.min_chunk or cut == end - start) else 0
 
 
 def _before_image(token_ids: Int32Array, start: int, cut: int, rules: CutRules) -> int:
@@ -58,12 +55,14 @@ def _before_image(token_ids: Int32Array, start: int, cut: int, rules: CutRules) 
 
 
 def _after_image(token_ids: Int32Array, start: int, cut: int, rules: CutRules) -> int:
-    """Shortest permitted chunk that ends at or after `cut`, if `cut` is inside an image; else up to `cut`."""
+    """Shortest permitted chunk that ends at or after `cut`."""
     end = len(token_ids)
-    while cut < end and _is_inside_image(token_ids, cut, rules):
+    while cut < end:
+        cut = min(cut + (start - cut) % rules.alignment, end)
+        if not _is_inside_image(token_ids, cut, rules):
+            break
         while cut < end and token_ids[cut] == rules.image_pad:
             cut += 1
-        cut = min(cut + (start - cut) % rules.alignment, end)
     return cut - start
 
 

@@ -114,7 +114,25 @@ class DecodePlanner:
             return True
         holdings = self._holdings
         missing = max(holdings.num_missing(sequence), 0)
+        if not self._like_reference:
+            missing += self._num_wanted_by_running()
         return holdings.can_hold(missing, holdings.num_missing_slots(sequence)) is AllocStatus.OK
+
+    def _num_wanted_by_running(self) -> int:
+        """Blocks that those who run already need for their next token: a fork must not take these.
+
+        Else it would end, or throw back, a sequence that is being served, its own parent for one.
+        """
+        rows, blocks, running = self._holdings.rows, self._holdings.blocks, self._queues.running
+        if not running.size:
+            return 0
+        reach = rows.num_tokens[running] + rows.inflight[running]
+        num_blocks = rows.num_blocks[running]
+        wants = reach > num_blocks * self._config.block_size
+        if blocks.num_shared:
+            at = np.minimum((reach - 1) // self._config.block_size, num_blocks - 1)
+            wants |= blocks.counts()[rows.tables[running, at]] > 1
+        return int(np.count_nonzero(wants))
 
     def _admit_prompted(self) -> None:
         queues = self._queues

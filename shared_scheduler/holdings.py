@@ -128,6 +128,7 @@ class Holdings:
         owners = np.zeros_like(self.blocks.counts())
         slots = None if self.states is None else np.zeros_like(self.states.counts())
         num_rows = 0
+        holders = list(holders)
         for sequence in holders:
             assert self.rows.owners[sequence.row] is sequence
             num_rows += 1
@@ -143,6 +144,7 @@ class Holdings:
             self.states.check_invariants()
             assert np.array_equal(slots, self.states.counts()), "slot owners and counts differ"
         self.rows.check_invariants()
+        self.info_slots.check_invariants(holders)
 
     def _bind(self, sequence: Sequence, slot: int) -> None:
         row = self.rows.take(sequence)

@@ -1,5 +1,7 @@
 """Places for the draft model's own state, one per sequence that may be decoded."""
 
+from collections.abc import Iterable
+
 from shared_scheduler.errors import CorruptionError
 from shared_scheduler.sequence import Sequence
 
@@ -21,6 +23,11 @@ class InfoSlots:
         if not self._free:
             raise CorruptionError(f"no draft slot left for {sequence.request_id!r}")
         sequence.draft.info_slot = self._free.pop()
+
+    def check_invariants(self, holders: Iterable[Sequence]) -> None:
+        """Each slot is free or has one holder."""
+        taken = [s.draft.info_slot for s in holders if s.draft.info_slot is not None]
+        assert sorted([*taken, *self._free]) == list(range(self._num_slots))
 
     def give_back(self, sequence: Sequence) -> None:
         slot = sequence.draft.info_slot

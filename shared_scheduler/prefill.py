@@ -129,8 +129,11 @@ class PromptPlanner:
         return length
 
     def _can_hold(self, sequence: Sequence) -> AllocStatus:
-        if sequence.num_tokens > self._longest or sequence.num_blocks_needed() > self._num_usable:
+        needed = sequence.num_blocks_needed()
+        if sequence.num_tokens > self._longest or needed > self._num_usable:
             return AllocStatus.NEVER
+        if not sequence.holds_blocks:
+            return self._holdings.can_hold(needed)
         missing = self._holdings.num_missing(sequence)
         slots = self._holdings.num_missing_slots(sequence)
         return self._holdings.can_hold(missing, slots)
@@ -171,9 +174,11 @@ class PromptPlanner:
     def _chunk_length(self, sequence: Sequence, room: int) -> int:
         start = sequence.cache.num_tokens
         checkpoints = sequence.schedule.chunk_checkpoints
-        while checkpoints and checkpoints[0] <= start:
-            checkpoints.popleft()
-        checkpoint = next((at for at in checkpoints if at - start >= self._rules.min_chunk), None)
+        checkpoint = None
+        if checkpoints:
+            while checkpoints and checkpoints[0] <= start:
+                checkpoints.popleft()
+            checkpoint = next((at for at in checkpoints if at - start >= self._rules.min_chunk), None)
         tokens = sequence.stored_tokens(0, sequence.num_tokens)
         return chunk_length(tokens, start, room, self._rules, checkpoint)
 
@@ -182,6 +187,7 @@ class PromptPlanner:
         sequence = self._queues.waiting.popleft()
         schedule = sequence.schedule
         assert schedule.status is SequenceStatus.WAITING, f"{sequence!r} was in waiting"
+        schedule.chunked_rest_len = sequence.num_tokens - sequence.cache.num_tokens - length
         if not sequence.holds_blocks:
             self._holdings.attach(sequence, sequence.num_blocks_needed())
         elif sequence.is_unadmitted_fork:
@@ -190,7 +196,6 @@ class PromptPlanner:
             self._holdings.make_writable(sequence)
         elif self._holdings.is_shared(sequence):
             self._holdings.make_writable(sequence)
-        schedule.chunked_rest_len = sequence.num_tokens - sequence.cache.num_tokens - length
         is_last = schedule.chunked_rest_len == 0
         if is_last:
             schedule.status = SequenceStatus.RUNNING
@@ -198,7 +203,6 @@ class PromptPlanner:
             if self._config.engine_type is EngineType.NORMAL:
                 self._queues.num_joining += 1
                 plan.num_last_chunks += 1
-        schedule.start_inflight_step(length)
         plan.sequences.append(sequence)
         plan.seqlens_q.append(length)
         return is_last

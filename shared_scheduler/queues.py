@@ -60,11 +60,14 @@ class Queues:
 
     def report(self, sequence: Sequence) -> bool:
         """True the first time: the caller tells the engine that this sequence has ended."""
-        if self.by_id.get(sequence.request_id) is not sequence:
+        if not self.is_unreported(sequence):
             return False
         del self.by_id[sequence.request_id]
         self.num_with_stop_ids -= bool(sequence.sampling.stop_token_ids)
         return True
+
+    def is_unreported(self, sequence: Sequence) -> bool:
+        return self.by_id.get(sequence.request_id) is sequence
 
     def disturb(self) -> None:
         """A sequence in a launched step has ended or been preempted: results must look at each status."""
@@ -86,8 +89,7 @@ class Queues:
 
     def leave_running(self, sequences: list[Sequence]) -> None:
         if sequences:
-            gone = np.array([sequence.row for sequence in sequences], np.intp)
-            self.running = self.running[~np.isin(self.running, gone)]
+            self.running = self._without(self.running, [sequence.row for sequence in sequences])
 
     def sweep_marked(self) -> list[Sequence]:
         """Take everything that ended by mark out of every queue; returns those to be reported."""
@@ -108,6 +110,11 @@ class Queues:
         swept = [sequence for sequence in self.running_sequences() if sequence.is_finished]
         self.leave_running(swept)
         return swept
+
+    def _without(self, rows: RowIndices, gone: list[int]) -> RowIndices:
+        stays = np.ones(self._holdings.rows.capacity, bool)
+        stays[gone] = False
+        return rows[stays[rows]]
 
     def end_queued(self, sequence: Sequence) -> bool:
         """Release a sequence that has ended, unless it is in flight; True if it is to be reported."""

@@ -154,6 +154,25 @@ class SequenceRows:
             self.flush(int(rows[i]))
         return num_tokens
 
+    def start_inflight(self, rows: RowIndices, num_tokens: Int32Array, *, is_only_step: bool) -> None:
+        """A step of so many tokens of each row is launched; `is_only_step`: no other one is in flight."""
+        if is_only_step:
+            self.inflight[rows] = num_tokens
+        else:
+            self.inflight[rows] += num_tokens
+        self.last_inflight[rows] = num_tokens
+
+    def finish_inflight(self, rows: RowIndices, *, is_only_step: bool) -> None:
+        """The older of the steps in flight is over; `is_only_step`: there was no newer one."""
+        if is_only_step:
+            self.inflight[rows] = 0
+            self.last_inflight[rows] = 0
+            return
+        last = self.last_inflight[rows]
+        left = np.where(self.inflight[rows] == last, np.int32(0), last)
+        self.inflight[rows] = left
+        self.last_inflight[rows] = left
+
     def flush(self, row: int) -> None:
         """Let the row's sequence store its newest tokens."""
         owner: Sequence = self.owners[row]

@@ -62,9 +62,7 @@ class Scheduler:
         self._results = ResultProcessor(config, self._queues, self._holdings)
         self._forks = Forks(config, self._queues, self._holdings)
         self._remote = RemoteArrivals(config, self._queues, self._holdings, self._results)
-        self._batches = BatchBuilder(
-            self._holdings.rows, self._holdings.blocks, config.block_size, config.position_limit
-        )
+        self._batches = BatchBuilder(self._holdings, config.block_size, config.position_limit)
         self._in_flight: deque[SchedulerOutputs] = deque()
         self._cohorts = CohortCache(self._holdings.rows)
 
@@ -242,6 +240,8 @@ class Scheduler:
         """AssertionError if blocks, slots, rows and queues contradict each other."""
         self._holdings.check_invariants(self._queues.holders())
         self._queues.check_invariants()
+        if self.config.num_draft_slots:
+            assert all(s.draft.info_slot is not None for s in self._queues.running_sequences())
 
     # ----- building
 
@@ -271,12 +271,14 @@ class Scheduler:
         rows = np.array([sequence.row for sequence in plan.sequences], np.intp)
         cohort = self._cohorts.of(rows, tuple(plan.sequences))
         seqlens_q = np.array(plan.seqlens_q, np.int32)
+        batch = self._batches.prompt(cohort, seqlens_q) if plan.sequences else None
+        self._holdings.rows.start_inflight(rows, seqlens_q, is_only_step=False)
         return SchedulerOutputs(
             self._queues.last_step_id,
             True,
             cohort,
             seqlens_q,
-            self._batches.prompt(cohort, seqlens_q) if plan.sequences else None,
+            batch,
             tuple(swept),
             tuple(plan.ignored),
             self._holdings.take_copies(),
@@ -299,7 +301,6 @@ class Scheduler:
         )
 
     def _decode_batch(self, cohort: Cohort, plan: DecodePlan) -> Batch:
-        rows = self._holdings.rows
         previous = self._in_flight[-1].rows if self._in_flight else None
         if plan.has_drafts:
             batch = self._batches.verify(cohort, plan.reach, previous)
@@ -308,11 +309,7 @@ class Scheduler:
         else:
             batch = self._batches.decode(cohort, plan.reach, previous)
         self._check_positions(int(plan.reach[0]))
-        if previous is None:
-            rows.inflight[plan.rows] = batch.seqlens_q
-        else:
-            rows.inflight[plan.rows] += batch.seqlens_q
-        rows.last_inflight[plan.rows] = batch.seqlens_q
+        self._holdings.rows.start_inflight(plan.rows, batch.seqlens_q, is_only_step=previous is None)
         return batch
 
     def _check_positions(self, longest: int) -> None:

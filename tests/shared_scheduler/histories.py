@@ -1,5 +1,6 @@
 """Random lives of a scheduler: requests, forks, drafts, aborts and late results, checked at every step."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
@@ -8,11 +9,11 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from shared_scheduler import (
     AllocStatus,
-    ConfigError,
     EngineType,
     RequestError,
     Scheduler,
@@ -23,6 +24,18 @@ from shared_scheduler import (
 )
 from tests.shared_scheduler.builders import EOS, UNDISTURBED, VOCABULARY, FakeWorker, next_token
 from wire.sampling import SamplingParams
+
+SOAK = os.environ.get("TANDEM_HYPOTHESIS") == "soak"
+
+
+def examples(count: int) -> settings:
+    """So many random examples, a hundred times as many with `TANDEM_HYPOTHESIS=soak`."""
+    return settings(
+        max_examples=100 * count if SOAK else count,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
 
 IMAGE_START, IMAGE_PAD = VOCABULARY, VOCABULARY + 1
 
@@ -443,6 +456,3 @@ def run_life(config: SchedulerConfig, history: Many[Many[Event]], overlapped: bo
         life.step(happenings[split:])
     life.drain()
     return life
-
-
-__all__ = ["ConfigError", "Life", "configs", "histories", "run_life"]

@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,46 +41,52 @@ def config_of(recorded: dict[str, Any]) -> SchedulerConfig:
     )
 
 
-@dataclass(slots=True)
 class Replay:
     """One history; `run` raises AssertionError at the first step that differs."""
 
-    history: History
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._config = config_of(history["config"])
+        self._scheduler = Scheduler(self._config, order=std_sort_descending)
+        self._live: dict[int, Sequence] = {}
+        self._seen: dict[int, list[object]] = {}
 
     def run(self) -> None:
-        config = config_of(self.history["config"])
-        scheduler = Scheduler(config, order=std_sort_descending)
-        sequences: dict[int, Sequence] = {}
-        seen: dict[int, list[object]] = {}
-        for step in self.history["steps"]:
-            for number, prompt_len, max_tokens, ignore_eos in step["arrivals"]:
-                sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-                sequence = Sequence(str(number), [5] * prompt_len, sampling, block_size=config.block_size)
-                scheduler.add_sequence(sequence, 0.0)
-                sequences[number] = sequence
-            outputs = scheduler.schedule()
+        for step in self._history["steps"]:
+            for arrival in step["arrivals"]:
+                self._add(*arrival)
+            outputs = self._scheduler.schedule()
             self._compare_decision(step, outputs)
-            scheduler.process_outputs(outputs, np.array(step["tokens"], np.int64), now_s=0.0)
-            assert scheduler.num_free_blocks == step["free_blocks"], self._where(step, "free blocks")
-            changes = []
-            for number, sequence in list(sequences.items()):
-                state: list[object] = [sequence.status.name, sequence.num_tokens, sequence.cache.num_tokens]
-                if seen.get(number) != state:
-                    seen[number] = state
-                    changes.append([number, *state])
-                if sequence.is_finished:
-                    del sequences[number]
-            assert changes == step["changes"], f"{self._where(step, 'changes')}: {changes} {step['changes']}"
+            self._scheduler.process_outputs(outputs, np.array(step["tokens"], np.int64), now_s=0.0)
+            assert self._scheduler.num_free_blocks == step["free_blocks"], self._where(step, "free blocks")
+            assert self._changes() == step["changes"], self._where(step, "changes")
 
-    def _compare_decision(self, step: dict[str, Any], outputs: SchedulerOutputs) -> None:
+    def _add(self, number: int, prompt_length: int, max_tokens: int, ignore_eos: bool) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        sequence = Sequence(str(number), [5] * prompt_length, sampling, block_size=self._config.block_size)
+        self._scheduler.add_sequence(sequence, 0.0)
+        self._live[number] = sequence
+
+    def _compare_decision(self, step: History, outputs: SchedulerOutputs) -> None:
         ours = {
             "prompt_run": outputs.prompt_run,
             "scheduled": [int(sequence.request_id) for sequence in outputs.sequences],
             "seqlens_q": outputs.seqlens_q.tolist(),
             "seqlens_k": [] if outputs.batch is None else outputs.batch.seqlens_k.tolist(),
         }
-        theirs = {name: step[name] for name in ours}
-        assert ours == theirs, f"{self._where(step, 'decision')}\nours   {ours}\ntheirs {theirs}"
+        assert ours == {name: step[name] for name in ours}, self._where(step, "decision")
 
-    def _where(self, step: dict[str, Any], what: str) -> str:
-        return f"history {self.history['config']['seed']}, step {step['step']}: {what}"
+    def _changes(self) -> list[list[object]]:
+        """Status, length and cached tokens of every sequence that differs from the step before."""
+        changes: list[list[object]] = []
+        for number, sequence in list(self._live.items()):
+            state: list[object] = [sequence.status.name, sequence.num_tokens, sequence.cache.num_tokens]
+            if self._seen.get(number) != state:
+                self._seen[number] = state
+                changes.append([number, *state])
+            if sequence.is_finished:
+                del self._live[number]
+        return changes
+
+    def _where(self, step: History, what: str) -> str:
+        return f"history {self._history['config']['seed']}, step {step['step']}: {what}"
