@@ -57,6 +57,7 @@ def engine_request(body: CompletionRequest) -> AddRequest:
         request_id=body.request_id,
         prompt_token_ids=body.prompt_token_ids,
         sampling=body.sampling,
+        num_completions=body.num_completions,
         handover_id=body.handover_id,
         prompt_engine=body.prompt_engine,
     )
@@ -76,7 +77,8 @@ async def events(
                     metrics.observe_first_token(time.monotonic() - started_s)
                     is_first = False
                 yield frame(event_of(role, output))
-                outcome = output.finish_reason or outcome
+                if output.is_last:
+                    outcome = output.finish_reason or outcome
     except ServiceFailure as failure:
         outcome = "error"
         yield frame(CompletionEvent(error=failure.error, error_status=failure.status))
@@ -86,6 +88,7 @@ async def events(
 
 def event_of(role: EngineRole, output: RequestOutput) -> CompletionEvent:
     return CompletionEvent(
+        choice=output.choice,
         tokens=output.tokens,
         finish_reason=output.finish_reason,
         num_cached_tokens=output.num_cached_tokens if role == "normal" else None,

@@ -10,6 +10,17 @@ from engine.config import EngineConfig
 from engine.serving.settings import EngineServiceSettings
 from wire.services import EngineRole
 
+OWN_ENGINE_FIELDS = (
+    "handover_wait_s",
+    "prefill_attempt_interval",
+    "prefill_any_attempt_interval",
+    "dp_size",
+    "dp_rank",
+    "dp_address",
+    "dp_step_timeout_s",
+)
+"""Fields of an engine's configuration that a prompt engine has no use for."""
+
 
 class CompletionServiceSettings(EngineServiceSettings):
     """Tandem's completion service: decodes sequences that prompt engines hand over."""
@@ -23,9 +34,23 @@ class CompletionServiceSettings(EngineServiceSettings):
     handover_wait_s: float = Field(
         60.0, gt=0, description="how long a request may wait for its KV blocks, or for room for them"
     )
+    prefill_attempt_interval: int = Field(
+        70, ge=1, description="normal: decode steps between prompt steps that every rank wants"
+    )
+    prefill_any_attempt_interval: int = Field(
+        100, ge=1, description="normal: decode steps between prompt steps that any rank wants"
+    )
+    dp_size: int = Field(1, ge=1, description="normal: engines that step alike, each in its own service")
+    dp_rank: int = Field(0, ge=0, description="which of them this is, from 0")
+    dp_address: str | None = Field(
+        None, description="host:port where rank 0 listens for the others; equal on all ranks"
+    )
+    dp_step_timeout_s: float = Field(
+        300.0, gt=0, description="how long a living rank may keep the others waiting for its next step"
+    )
 
     def engine_config(
         self, role: EngineRole, engine_id: str, epoch: int, commands: str, events: str
     ) -> EngineConfig:
         base = super().engine_config(role, engine_id, epoch, commands, events)
-        return replace(base, handover_wait_s=self.handover_wait_s)
+        return replace(base, **{name: getattr(self, name) for name in OWN_ENGINE_FIELDS})

@@ -67,7 +67,7 @@ class ActivityLog:
             window.num_output_tokens / seconds,
             scheduler.num_running,
             scheduler.num_waiting,
-            100 * scheduler.usage,
+            100 - 100 * scheduler.num_free_blocks / scheduler.num_usable_blocks,
             window.attention_flops / seconds / _GIGA,
             window.total_flops / seconds / _GIGA,
             100 * window.total_flops / seconds / self._peak_flops,

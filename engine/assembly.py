@@ -2,19 +2,23 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 
 from engine.activity import make_activity_log
+from engine.choices import Choices
 from engine.completion_role import CompletionHandover
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineStartError
+from engine.group import EngineGroup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import Ready
 from engine.kv_pool import KVPool
 from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner, keep_freed_memory, load_model_runner
 from engine.prompt_role import PromptHandover
+from engine.rendezvous import GroupPlace, join_group
 from engine.sampler import Sampler
 from kv_transfer.errors import TransferError
 from kv_transfer.layout import Identity, Region
@@ -58,14 +62,28 @@ def build_engine(
             max_model_len=config.max_model_len,
             num_threads=config.num_threads,
         )
-        scheduler = Scheduler(scheduler_config(config, runner))
+        settings = scheduler_config(config, runner)
+        group = build_group(config, settings, files, wake, report)
+        scheduler = Scheduler(settings, group=group)
         report("starting transfers", 0.9)
         identity = Identity(config.engine_id, config.epoch, compatibility(config, files, runner.kv_pool))
-        role, transport, control_address = build_role(config, identity, runner.kv_pool, scheduler, wake)
+        choices = Choices(scheduler)
+        role, transport, control_address = build_role(
+            config, identity, runner.kv_pool, scheduler, choices, wake
+        )
     except (ModelFilesError, EngineError, TransferError, ConfigError) as error:
         raise EngineStartError(str(error)) from error
     activity_log = make_activity_log(runner.config, config.peak_gflops)
-    engine = LLMEngine(scheduler, runner, Sampler(), role, overlap=config.overlap, activity_log=activity_log)
+    engine = LLMEngine(
+        scheduler,
+        runner,
+        Sampler(),
+        role,
+        choices=choices,
+        group=group,
+        overlap=config.overlap,
+        activity_log=activity_log,
+    )
     ready = Ready(
         model=files.name,
         compatibility_hash=identity.compatibility_hash,
@@ -102,8 +120,46 @@ def scheduler_config(config: EngineConfig, runner: ModelRunner) -> SchedulerConf
         block_size=config.block_size,
         num_blocks=pool.num_blocks,
         stop_preempted_request=config.stop_preempted_request,
+        prefill_attempt_interval=config.prefill_attempt_interval,
+        prefill_any_attempt_interval=config.prefill_any_attempt_interval,
         eos_token_ids=model.eos_token_ids,
     )
+
+
+def build_group(
+    config: EngineConfig,
+    settings: SchedulerConfig,
+    files: ModelFiles,
+    wake: Callable[[], None],
+    report: ReportProgress,
+) -> EngineGroup | None:
+    """The ranks this engine steps with, once they are all here; None for an engine alone."""
+    if config.dp_size == 1:
+        return None
+    assert config.dp_address is not None, "EngineConfig.check() requires it"
+    host, _, port = config.dp_address.rpartition(":")
+    place = GroupPlace(
+        rank=config.dp_rank,
+        size=config.dp_size,
+        host=host.strip("[]"),
+        port=int(port),
+        step_timeout_s=config.dp_step_timeout_s,
+    )
+    device = torch.device("cpu")  # the model's device
+    return join_group(place, shared_options(config, settings, files), wake=wake, report=report, device=device)
+
+
+def shared_options(config: EngineConfig, settings: SchedulerConfig, files: ModelFiles) -> dict[str, str]:
+    """What must be equal on all ranks of a group, by the name of its flag where it has one."""
+    flags = {field.name for field in fields(EngineConfig)}
+    options = {
+        "dp_size": str(config.dp_size),
+        "model": files.name,
+        "revision of the model": files.revision,
+        "dtype": config.dtype,
+        **settings.digest_fields(),
+    }
+    return {"--" + name.replace("_", "-") if name in flags else name: text for name, text in options.items()}
 
 
 def compatibility(config: EngineConfig, files: ModelFiles, pool: KVPool) -> dict[str, str]:
@@ -121,7 +177,12 @@ def compatibility(config: EngineConfig, files: ModelFiles, pool: KVPool) -> dict
 
 
 def build_role(
-    config: EngineConfig, identity: Identity, pool: KVPool, scheduler: Scheduler, wake: Callable[[], None]
+    config: EngineConfig,
+    identity: Identity,
+    pool: KVPool,
+    scheduler: Scheduler,
+    choices: Choices,
+    wake: Callable[[], None],
 ) -> tuple[HandoverRole, str | None, str | None]:
     """The engine's role, the transport it uses and the address peers reach it at."""
     if config.role == "normal":
@@ -132,9 +193,9 @@ def build_role(
     if config.role == "completion":
         sink = HandoverSink(identity, regions, transport, settings, wake)
         return (
-            CompletionHandover(scheduler, sink, config.handover_wait_s),
+            CompletionHandover(scheduler, sink, choices, config.handover_wait_s),
             transport.name,
             None,
         )
     source = HandoverSource(identity, regions, transport, config.control_bind, settings, wake)
-    return PromptHandover(scheduler, source), transport.name, source.control_address
+    return PromptHandover(scheduler, source, choices), transport.name, source.control_address

@@ -22,7 +22,15 @@ import numpy.typing as npt
 from engine.ipc import AddRequest, RequestOutput
 from engine.sampler import Int64Array, SampledTokens
 from kv_transfer.messages import ChoiceStart
-from shared_scheduler import EngineType, RequestError, Scheduler, SchedulerOutputs, Sequence, StepResults
+from shared_scheduler import (
+    EngineType,
+    RequestError,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutputs,
+    Sequence,
+    StepResults,
+)
 from wire.sampling import SamplingParams
 from wire.services import FinishReason, OutputToken
 
@@ -132,11 +140,11 @@ class Choices:
         """One sampled token per sequence: that of the choice which the sequence stands for from now on."""
         if not draws.draws:
             return sampled.token_ids
-        token_ids = sampled.token_ids[: len(outputs.sequences)].copy()
+        token_ids, config = sampled.token_ids[: len(outputs.sequences)].copy(), self._scheduler.config
         for draw in draws.draws:
             group, sequence = draw.group, outputs.sequences[draw.row]
             first_ids = sampled.token_ids[list(draw.places)].tolist()
-            group.reasons = tuple(self._scheduler.reason_after(sequence, token_id) for token_id in first_ids)
+            group.reasons = tuple(_reason_after(sequence, token_id, config) for token_id in first_ids)
             group.starts = tuple(
                 ChoiceStart(choice, token_id)
                 for choice, token_id in enumerate(first_ids)
@@ -159,6 +167,7 @@ class Choices:
             if not results.num_appended[draw.row]:
                 continue  # aborted while the step ran
             group, sequence = draw.group, outputs.sequences[draw.row]
+            assert sequence.is_finished == (not group.starts), "the scheduler stops where we do"
             group.num_cached_tokens = sequence.cache.hit_tokens
             group.first_outputs = _first_outputs(draw, sampled)
             if group.starts:
@@ -176,10 +185,9 @@ class Choices:
         group = self._groups.get(sequence.request_id)
         num_choices = 1 if group is None else len(group.sampling)
         numbers = [start.choice for start in starts]
-        if numbers != sorted(set(numbers)) or not numbers or numbers[-1] >= num_choices:
-            return f"the prompt engine offers choices {numbers}, the request asks for {num_choices}"
-        ended = [s.choice for s in starts if self._scheduler.reason_after(sequence, s.token_id) is not None]
-        return f"the prompt engine offers choices {ended} although they have ended" if ended else None
+        if numbers == sorted(set(numbers) & set(range(num_choices))):
+            return None
+        return f"the prompt engine offers choices {numbers}, the request asks for {num_choices}"
 
     def admit(self, sequence: Sequence, starts: Items[ChoiceStart], now_s: float) -> None:
         """COMPLETION: the prompt's KV has arrived; its choices decode from their first tokens on."""
@@ -188,12 +196,13 @@ class Choices:
             sequence.sampling = group.sampling[starts[0].choice]
         self._scheduler.admit_arrived(sequence, starts[0].token_id)
         if group is not None:
-            self._go_on(group, sequence, starts, now_s)
+            # Where our own limits end it at once, nothing is left to fork: its end is the request's.
+            self._go_on(group, sequence, starts[:1] if sequence.is_finished else starts, now_s)
 
     # ----- reports
 
     def addressed(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-        """Outputs of sequences as outputs of requests: their id and choice, and whether they end the request."""
+        """Outputs of sequences as outputs of requests: id, choice, and whether it was the last."""
         if not self._members:
             return list(outputs)
         return [addressed for output in outputs for addressed in self._address(output)]
@@ -269,6 +278,17 @@ class Choices:
 def _is_last_chunk(sequence: Sequence) -> bool:
     """Does the step that was just scheduled sample the sequence's output token 0?"""
     return sequence.num_output_tokens == 0 and sequence.schedule.chunked_rest_len == 0
+
+
+def _reason_after(sequence: Sequence, token_id: int, config: SchedulerConfig) -> FinishReason | None:
+    """How the sequence would end with this as its next token: the scheduler's rule, asked before it acts."""
+    sampling, num_tokens = sequence.sampling, sequence.num_tokens + 1
+    is_eos = token_id in config.eos_token_ids and not sampling.ignore_eos
+    if is_eos or token_id in sampling.stop_token_ids:
+        return "stop"
+    if num_tokens > config.max_model_len or num_tokens - sequence.num_prompt_tokens >= sampling.max_tokens:
+        return "length"
+    return None
 
 
 def _first_outputs(draw: FirstDraw, sampled: SampledTokens) -> list[RequestOutput]:

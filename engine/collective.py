@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import Store
 
 from shared_scheduler import GroupError
 
@@ -22,7 +23,9 @@ _POLL_S = 0.0001
 class Backend(Protocol):
     """What gloo's and NCCL's process groups have in common."""
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Work: ...
+    def allgather(
+        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], /
+    ) -> Work: ...
 
 
 class Collective:
@@ -34,6 +37,10 @@ class Collective:
         self._sent = torch.zeros(width, dtype=torch.int64, device=device)
         self._gathered = torch.zeros(size, width, dtype=torch.int64, device=device)
         self._outputs = [list(self._gathered.unbind(0))]
+
+    @property
+    def size(self) -> int:
+        return len(self._gathered)
 
     @classmethod
     def connect(
@@ -49,14 +56,14 @@ class Collective:
     def gather(self, row: Sequence[int], while_waiting: Callable[[], None]) -> list[list[int]]:
         """The rows of all ranks, in order of rank.
 
-        `while_waiting` is called twice a second until they are there, and may raise. `GroupError` when a
-        connection is lost. After any exception the collective is unusable.
+        `while_waiting` is called twice a second until they are there, and may raise. `ConnectionError` when
+        a rank is lost. After any exception the collective is unusable.
         """
         self._sent.copy_(torch.tensor(row))
         try:
             work = self._backend.allgather(self._outputs, [self._sent])
         except RuntimeError as error:
-            raise GroupError(short(error)) from error
+            raise ConnectionError(short(error)) from error
         (_poll if self._is_cuda else _wait)(work, while_waiting)
         rows: list[list[int]] = self._gathered.tolist()
         return rows
@@ -69,7 +76,7 @@ def gloo_backend(store: Store, rank: int, size: int, host: str) -> Backend:
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     backend = ProcessGroupGloo(store, rank, size, options)
     backend._set_default_timeout(_FOREVER)
-    return backend
+    return backend  # type: ignore[return-value]  # the stub lacks the collectives
 
 
 def nccl_backend(store: Store, rank: int, size: int, host: str) -> Backend:
@@ -77,20 +84,21 @@ def nccl_backend(store: Store, rank: int, size: int, host: str) -> Backend:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = _FOREVER
-    return ProcessGroupNCCL(store, rank, size, options)
+    return ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]  # as above
 
 
 def _wait(work: Work, while_waiting: Callable[[], None]) -> None:
     """gloo: a wait that timed out leaves the operation running."""
     while True:
+        is_completed = work.is_completed()
         try:
             work.wait(timedelta(seconds=WAIT_SLICE_S))
             return
         except RuntimeError as error:
-            if not work.is_completed():
-                while_waiting()
-            elif not work.is_success():
-                raise GroupError(short(error)) from error
+            if is_completed:
+                raise ConnectionError(short(error)) from error
+        if not work.is_completed():
+            while_waiting()
 
 
 def _poll(work: Work, while_waiting: Callable[[], None]) -> None:
@@ -107,7 +115,7 @@ def _poll(work: Work, while_waiting: Callable[[], None]) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise GroupError(short(error)) from error
+        raise ConnectionError(short(error)) from error
 
 
 def short(error: Exception) -> str:

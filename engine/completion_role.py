@@ -3,7 +3,7 @@
 1. asked      the prompt engine was asked for the hand-over; it is still prefilling
 2. offered    the prompt is computed; blocks and slot are reserved here, at once or when there is room
 3. pulling    the blocks are being read into place
-4. arrived    all reads are in and confirmed: the sequence is ready to decode and leaves this module
+4. arrived    all reads are in and confirmed: every choice is ready to decode and leaves this module
 5. leaving    it failed, was aborted, or waited too long; its blocks go back once no read can touch them
 """
 
@@ -11,9 +11,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.choices import Choices
 from engine.handover_role import flatten_counters
 from engine.ipc import AddRequest, RequestFailure, RequestOutput
 from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable
+from kv_transfer.messages import ChoiceStart
 from kv_transfer.sink import HandoverSink
 from shared_scheduler import AllocStatus, RequestError, Scheduler, Sequence
 from wire.services import ServiceError
@@ -39,13 +41,14 @@ class Arrival:
     handover_id: str
     deadline_s: float
     stage: Stage = "asked"
-    first_token_id: int | None = None
+    first_tokens: tuple[ChoiceStart, ...] = ()
 
 
 class CompletionHandover:
-    def __init__(self, scheduler: Scheduler, sink: HandoverSink, wait_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, sink: HandoverSink, choices: Choices, wait_s: float) -> None:
         self._scheduler = scheduler
         self._sink = sink
+        self._choices = choices
         self._wait_s = wait_s
         self._arrivals: dict[str, Arrival] = {}
         """By hand-over id, in order of arrival."""
@@ -71,6 +74,9 @@ class CompletionHandover:
         else:
             self._leave(self._arrivals[handover_id])
 
+    def withdraw(self, handover_id: str) -> None:
+        pass  # a prompt engine's business; here a hand-over ends by the abort of its request
+
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         pass
 
@@ -84,7 +90,7 @@ class CompletionHandover:
                 case Offered():
                     failures += self._on_offered(arrival, event)
                 case Arrived():
-                    self._on_arrived(arrival)
+                    self._on_arrived(arrival, now_s)
                 case Failed():
                     failures += self._on_failed(arrival, event)
                 case Reclaimable():
@@ -112,8 +118,11 @@ class CompletionHandover:
                 f"the request has {num_prompt_tokens}"
             )
             return [self._give_up(arrival, 409, "handover_mismatch", message)]
+        mismatch = self._choices.mismatch(arrival.sequence, offer.first_tokens)
+        if mismatch is not None:
+            return [self._give_up(arrival, 409, "handover_mismatch", mismatch)]
         arrival.stage = "offered"
-        arrival.first_token_id = offer.first_token_id
+        arrival.first_tokens = offer.first_tokens
         return []
 
     def _make_room(self, now_s: float) -> list[RequestOutput]:
@@ -135,10 +144,9 @@ class CompletionHandover:
             self._sink.pull(arrival.handover_id, cache.block_table, cache.state_id)
         return failures
 
-    def _on_arrived(self, arrival: Arrival) -> None:
+    def _on_arrived(self, arrival: Arrival, now_s: float) -> None:
         if arrival.stage == "pulling":
-            assert arrival.first_token_id is not None
-            self._scheduler.admit_arrived(arrival.sequence, arrival.first_token_id)
+            self._choices.admit(arrival.sequence, arrival.first_tokens, now_s)
             self._handover_ids.pop(arrival.sequence.request_id)
             del self._arrivals[arrival.handover_id]
         else:
@@ -155,7 +163,7 @@ class CompletionHandover:
         request_id = arrival.sequence.request_id
         self._handover_ids.pop(request_id, None)
         if event.reason == "withdrawn":
-            return [RequestOutput(request_id=request_id, finish_reason="handover_withdrawn")]
+            return [RequestOutput(request_id=request_id, finish_reason="handover_withdrawn", is_last=True)]
         status = _STATUS_OF_FAILURE.get(event.reason, 503)
         return [_failure(request_id, status, f"handover_{event.reason}", event.message)]
 
@@ -192,4 +200,4 @@ class CompletionHandover:
 def _failure(request_id: str, status: int, code: str, message: str) -> RequestOutput:
     error_type = "invalid_request_error" if status < 500 else "server_error"
     error = ServiceError(message=message, type=error_type, code=code)
-    return RequestOutput(request_id=request_id, failure=RequestFailure(status, error))
+    return RequestOutput(request_id=request_id, failure=RequestFailure(status, error), is_last=True)

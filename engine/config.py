@@ -28,6 +28,17 @@ class EngineConfig:
     stop_preempted_request: bool = True
     """False computes a preempted sequence again; a completion engine cannot."""
 
+    prefill_attempt_interval: int = 70
+    prefill_any_attempt_interval: int = 100
+    """Decode steps of a NORMAL engine between points where a prompt step may be tried."""
+
+    dp_size: int = 1
+    dp_rank: int = 0
+    dp_address: str | None = None
+    """NORMAL engines that step alike: how many, which one this is, and where rank 0 listens (host:port)."""
+    dp_step_timeout_s: float = 300.0
+    """How long a rank that lives may keep the others waiting."""
+
     transport: str = "auto"
     control_bind: str = "tcp://127.0.0.1:0"
     control_advertise_host: str | None = None
@@ -45,8 +56,25 @@ class EngineConfig:
 
     def check(self) -> None:
         """`EngineStartError` for settings that contradict each other, before anything is loaded."""
+        self._check_group()
         if self.role == "completion" and not self.stop_preempted_request:
             raise EngineStartError(
                 "--no-stop-preempted-request: a completion engine has no prefill and cannot compute a "
                 "preempted request again; start it with --stop-preempted-request"
+            )
+
+    def _check_group(self) -> None:
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise EngineStartError(
+                f"--dp-rank {self.dp_rank} is no rank of --dp-size {self.dp_size}; ranks count from 0"
+            )
+        if self.dp_size == 1:
+            return
+        if self.role != "normal":
+            raise EngineStartError(f"--dp-size {self.dp_size} needs --engine normal, this is {self.role}")
+        host, _, port = (self.dp_address or "").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise EngineStartError(
+                f"--dp-size {self.dp_size} needs --dp-address HOST:PORT, where rank 0 listens; "
+                f"got {self.dp_address!r}"
             )

@@ -3,7 +3,7 @@
 1. idle     nobody has work and everybody sleeps. Once a second, or as soon as a rank has work and rings the
             bell, all ask each other whether anyone has work
 2. busy     everybody steps: schedule, with votes at attempt points, then `begin_step` before the model runs.
-            Who has nothing to run takes part with an empty step. The step in which nobody has work is the last
+            Who has nothing to run takes part with an empty step. The last is one where nobody has work
 3. broken   a rank is gone, silent or out of step: `GroupError`, now and at every later call
 """
 
@@ -30,6 +30,11 @@ class StepGroup(GroupVote, Protocol):
         ...
 
     @property
+    def is_quiet(self) -> bool:
+        """No rank has anything to run before the next vote: until then empty steps need no collective."""
+        ...
+
+    @property
     def wait_s(self) -> float:
         """Time spent waiting for other ranks so far."""
         ...
@@ -49,6 +54,7 @@ class Solo:
     """A group of one."""
 
     is_busy = False
+    is_quiet = False
     wait_s = 0.0
 
     def allreduce_min(self, value: int) -> int:
@@ -104,6 +110,7 @@ class EngineGroup:
         """When the last collective began."""
         self._broken_by: str | None = None
         self.is_busy = False
+        self.is_quiet = False
         self.wait_s = 0.0
 
     def allreduce_min(self, value: int) -> int:
@@ -126,7 +133,9 @@ class EngineGroup:
         kind = Operation.PROMPT_STEP if prompt_run else Operation.DECODE_STEP
         rows = self._exchange(kind, step_id, has_work, is_empty)
         self.is_busy = any(row[0] for row in rows)
-        return all(row[1] for row in rows)
+        is_empty_everywhere = all(row[1] for row in rows)
+        self.is_quiet = self.is_busy and is_empty_everywhere
+        return is_empty_everywhere
 
     def close(self) -> None:
         """Leave: the others will be told with a `GroupError` at their next collective."""
@@ -139,12 +148,13 @@ class EngineGroup:
         if self._broken_by is not None:
             raise GroupError(self._broken_by)
         self._started_s = time.monotonic()
+        self.is_quiet = False
         own = (operation, self._number, step_id, int(first), int(second))
         try:
             rows = self._collective.gather(own, self._check_others)
             check_alike(rows)
-        except GroupError as error:
-            self._broken_by = self._explain(error)
+        except (GroupError, ConnectionError) as error:
+            self._broken_by = f"the group of rank {self._rank} has ended: {self._explain(error)}"
             raise GroupError(self._broken_by) from error
         finally:
             self.wait_s += time.monotonic() - self._started_s
@@ -153,16 +163,21 @@ class EngineGroup:
 
     def _check_others(self) -> None:
         """Waiting is fine while the others live, up to a limit."""
+        if self._bell.departed_rank is not None:
+            raise GroupError(f"rank {self._bell.departed_rank} has left")
         silent_rank = self._bell.silent_rank
         if silent_rank is not None:
             raise GroupError(f"rank {silent_rank} does not answer")
         if time.monotonic() - self._started_s > self._step_timeout_s:
             raise GroupError(f"another rank has not begun its step for {self._step_timeout_s:g} s")
 
-    def _explain(self, error: GroupError) -> str:
-        departed_rank = self._bell.departed_rank
-        what = f"rank {departed_rank} has left" if departed_rank is not None else str(error)
-        return f"the group of rank {self._rank} has ended: {what}"
+    def _explain(self, error: Exception) -> str:
+        if self._bell.departed_rank is not None:
+            return f"rank {self._bell.departed_rank} has left"
+        if isinstance(error, ConnectionError):
+            other = f"rank {1 - self._rank}" if self._collective.size == 2 else "another rank"
+            return f"{other} is lost ({error})"
+        return str(error)
 
 
 def check_alike(rows: Sequence[Sequence[int]]) -> None:

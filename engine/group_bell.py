@@ -1,8 +1,8 @@
 """How ranks of a group hear of each other outside of collectives: beats, and the bell that ends a sleep.
 
-Every rank publishes on a ZMQ socket of its own and listens to the others', so nobody can be told anything by a
-process that is not a rank. A frame is (rank, message): a beat, a farewell, or the number of the collective that
-the sender is about to enter.
+Every rank publishes on a ZMQ socket of its own and listens to the others', so that a process which is not a
+rank can tell nobody anything. A frame is (rank, message): a beat, a farewell, or the number of the collective
+that the sender is about to enter.
 """
 
 import logging
@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping
 import zmq
 
 from engine.wake import WakePipe
+from shared_scheduler import GroupError
 
 logger = logging.getLogger(__name__)
 
+LISTENERS_WAIT_S = 10.0
 BEAT_S = 1.0
 MAX_MISSED_BEATS = 5
 """Silence is counted in beats of one's own, so that a machine that was suspended suspects nobody."""
@@ -33,7 +35,8 @@ class GroupBell:
         self._wake_owner = wake
         self._beat_s = beat_s
         self._context = zmq.Context()
-        self._voice = self._context.socket(zmq.PUB)
+        self._voice = self._context.socket(zmq.XPUB)
+        self._voice.setsockopt(zmq.XPUB_VERBOSE, 1)  # every listener announces itself
         self._voice.setsockopt(zmq.LINGER, 200)
         self._voice.setsockopt(zmq.IPV6, 1)
         port = self._voice.bind_to_random_port(f"tcp://{bracketed(host)}")
@@ -44,15 +47,21 @@ class GroupBell:
         self._missed: dict[int, int] = {}
         self._left: set[int] = set()
         self._rung_number = -1
+        self._is_closed = False
 
     def listen(self, addresses: Mapping[int, str]) -> None:
-        """Start beating, and listening to the other ranks."""
+        """Start beating, and listening to the other ranks; `GroupError` unless all of them listen too."""
         ear = self._context.socket(zmq.SUB)
         ear.setsockopt(zmq.IPV6, 1)
         ear.setsockopt(zmq.SUBSCRIBE, b"")
         for rank, address in addresses.items():
             ear.connect(address)
             self._missed[rank] = 0
+        try:
+            self._await_listeners(len(addresses))
+        except GroupError:
+            ear.close()
+            raise
         self._thread = threading.Thread(target=self._run, args=(ear,), name="group-bell", daemon=True)
         self._thread.start()
 
@@ -76,12 +85,22 @@ class GroupBell:
 
     def close(self) -> None:
         """Say farewell and fall silent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._say(_FAREWELL)
         self._stop.wake()
         if self._thread is not None:
             self._thread.join()
         self._voice.close()
         self._context.term()
+
+    def _await_listeners(self, num_listeners: int) -> None:
+        deadline_s = time.monotonic() + LISTENERS_WAIT_S
+        for number in range(num_listeners):
+            if not self._voice.poll(max(0, int((deadline_s - time.monotonic()) * 1000))):
+                raise GroupError(f"only {number} of {num_listeners} other ranks listen to {self.address}")
+            self._voice.recv()
 
     def _say(self, message: int) -> None:
         with self._speaking:  # a ZMQ socket may change threads at a memory barrier
@@ -95,7 +114,7 @@ class GroupBell:
         with ear:
             while True:
                 wait_s = next_beat_s - time.monotonic()
-                ready = dict(poller.poll(max(0.0, wait_s * 1000)))
+                ready = dict(poller.poll(max(0, int(wait_s * 1000))))
                 if self._stop.read_fd in ready:
                     return
                 if ear in ready:
@@ -114,6 +133,7 @@ class GroupBell:
         self._missed[rank] = 0
         if message == _FAREWELL:
             self._left.add(rank)
+            self._wake_owner()
         elif message > self._rung_number:
             self._rung_number = message
             self._wake_owner()

@@ -24,6 +24,9 @@ class HandoverRole(Protocol):
     def abort(self, request_id: str) -> None:
         """The client is gone. Blocks go back when no step and no transfer can touch them."""
 
+    def withdraw(self, handover_id: str) -> None:
+        """Nobody will take this hand-over; an id that is not held here is ignored."""
+
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         """A step's results are in the ledgers: announce what is ready, let go of what ended."""
 
@@ -62,6 +65,9 @@ class NoHandover:
 
     def abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)
+
+    def withdraw(self, handover_id: str) -> None:
+        pass
 
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         pass

@@ -17,6 +17,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_completions: int = 1
+    """Choice i is sampled as `sampling.of_choice(i)`."""
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
 
@@ -27,11 +29,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """Prompt engine: nobody will take this hand-over; unknown ids are ignored."""
+
+    handover_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process once this message is reached."""
 
 
-Command = AddRequest | Abort | Shutdown
+Command = AddRequest | Abort | Withdraw | Shutdown
 
 
 class RequestFailure(msgspec.Struct, frozen=True):
@@ -42,17 +50,19 @@ class RequestFailure(msgspec.Struct, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step produced for one request; the last one carries `finish_reason` or `failure`."""
+    """What one step produced for one choice of a request.
+
+    `finish_reason` ends the choice; `is_last` says that the request has ended and nothing follows. A prompt
+    engine's request is over without it once every choice has its first token.
+    """
 
     request_id: str
+    choice: int = 0
     tokens: tuple[OutputToken, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     failure: RequestFailure | None = None
-
-    @property
-    def is_last(self) -> bool:
-        return self.finish_reason is not None or self.failure is not None
+    is_last: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +78,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preempted: int = 0
+    num_placeholder_steps: int = 0
+    """Steps that ran empty here because another rank of the group had something to run."""
+    group_wait_s: float = 0.0
+    """Time spent waiting for other ranks."""
     busy_s: float = 0.0
     transfer: dict[str, float] = {}
     """Counters of the hand-over protocol and its transport, by name."""
@@ -99,12 +113,22 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class GroupEnded(msgspec.Struct, frozen=True, tag=True):
+    """The engine ends because its group has; another engine in its place can form the group again."""
+
+    message: str
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The process lives."""
+
+
 class StepEvents(msgspec.Struct, frozen=True, tag=True):
     outputs: tuple[RequestOutput, ...]
     stats: EngineStats
 
 
-Event = Progress | Ready | StartFailed | StepEvents
+Event = Progress | Ready | StartFailed | GroupEnded | Pulse | StepEvents
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from engine.activity import ActivityLog
+from engine.choices import Choices, FirstDraws
 from engine.copies import has_copies
+from engine.group import Solo, StepGroup
 from engine.handover_role import HandoverRole
 from engine.ipc import AddRequest, EngineStats, RequestFailure, RequestOutput
 from engine.model_runner import ModelRunner
@@ -31,12 +33,13 @@ class LaunchedStep:
     """A step whose results have not been processed."""
 
     outputs: SchedulerOutputs
+    draws: FirstDraws
     sampled: Future[SampledTokens]
     launched_s: float
 
 
 class LLMEngine:
-    """Scheduler, model, sampler and role; the caller's loop calls `poll` and, while `has_work`, `step`."""
+    """Scheduler, model, sampler and role; the caller's loop calls `poll` and, if `takes_step`, `step`."""
 
     def __init__(
         self,
@@ -46,10 +49,17 @@ class LLMEngine:
         role: HandoverRole,
         clock: Callable[[], float] = time.monotonic,
         *,
+        choices: Choices | None = None,
+        group: StepGroup | None = None,
         overlap: bool = False,
         activity_log: ActivityLog | None = None,
     ) -> None:
-        """`overlap`: schedule a step, and process the results of the one before, while the model runs."""
+        """`choices`: the book that the role shares; None where the role has none.
+
+        `group`: the ranks this engine steps with, the ones its scheduler votes with.
+
+        `overlap`: schedule a step, and process the results of the one before, while the model runs.
+        """
         self._scheduler = scheduler
         model_step = ModelStep(runner, sampler)
         self._executor: StepExecutor = (
@@ -57,21 +67,37 @@ class LLMEngine:
         )
         self._in_flight: deque[LaunchedStep] = deque()
         self._role = role
+        self._choices = choices or Choices(scheduler)
+        self._group = group or Solo()
         self._clock = clock
         self._activity_log = activity_log
         self.num_empty_steps = 0
-        """Steps in a row that had nothing to run."""
+        """Steps in a row that had nothing to run, on any rank."""
         self._refused: list[RequestOutput] = []
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._num_preempted = 0
+        self._num_placeholder_steps = 0
         self._busy_s = 0.0
         self._busy_until_s = 0.0
 
     @property
     def has_work(self) -> bool:
+        """Is there something to step for, here or on another rank?"""
+        return self._has_own_work or self._group.is_busy
+
+    @property
+    def _has_own_work(self) -> bool:
         return bool(self._in_flight) or self._scheduler.has_work()
+
+    def takes_step(self) -> bool:
+        """Is it time for `step`? In a group the other ranks are asked, and answers waited for."""
+        return self._group.takes_step(self._has_own_work)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._scheduler.num_free_blocks
 
     def add(self, request: AddRequest) -> None:
         """Take a request in; one that cannot be served is answered by the next `poll` or `step`."""
@@ -82,20 +108,31 @@ class LLMEngine:
             block_size=self._scheduler.config.block_size,
         )
         try:
+            self._choices.check(request)
             self._role.start(request, sequence, self._clock())
         except RequestError as error:
             failure = ServiceError(message=str(error), type="invalid_request_error", param="request_id")
             self._refused.append(
-                RequestOutput(request_id=request.request_id, failure=RequestFailure(400, failure))
+                RequestOutput(
+                    request_id=request.request_id, failure=RequestFailure(400, failure), is_last=True
+                )
             )
+        else:
+            self._choices.add(request)
 
     def abort(self, request_id: str) -> None:
+        """The client is gone: end every choice of the request."""
+        self._choices.abort(request_id)
         self._role.abort(request_id)
+
+    def withdraw(self, handover_id: str) -> None:
+        """Nobody will take this hand-over: its blocks go back as soon as no reader can touch them."""
+        self._role.withdraw(handover_id)
 
     def poll(self) -> Items[RequestOutput]:
         """Handle what the transfer threads reported; returns the failures."""
         refused, self._refused = self._refused, []
-        return (*refused, *self._role.poll(self._clock()))
+        return (*refused, *self._choices.addressed(self._role.poll(self._clock())))
 
     def step(self) -> list[RequestOutput]:
         """Launch a step and process the oldest one: the outputs of every request that got a token or ended.
@@ -103,7 +140,7 @@ class LLMEngine:
         With overlap, the step just launched runs on: its results belong to the next call.
         """
         reports: list[RequestOutput] = []
-        runs_on = self._may_schedule() and self._launch(self._scheduler.schedule(), reports)
+        runs_on = self._may_schedule() and self._launch(self._schedule(reports), reports)
         num_ahead = self._executor.num_ahead if runs_on else 0
         while len(self._in_flight) > num_ahead:
             self._finish(self._in_flight.popleft(), reports)
@@ -121,6 +158,8 @@ class LLMEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preempted=self._num_preempted,
+            num_placeholder_steps=self._num_placeholder_steps,
+            group_wait_s=self._group.wait_s,
             busy_s=self._busy_s,
             transfer=self._role.transfer_counters(),
         )
@@ -128,6 +167,7 @@ class LLMEngine:
     def close(self) -> None:
         self._executor.close()
         self._role.close()
+        self._group.close()
 
     def _may_schedule(self) -> bool:
         if not self._in_flight:
@@ -141,18 +181,43 @@ class LLMEngine:
             is_normal or any(sequence.schedule.chunked_rest_len for sequence in outputs.sequences)
         )
 
+    def _schedule(self, reports: list[RequestOutput]) -> SchedulerOutputs:
+        """The next step, which every rank of the group begins now."""
+        outputs = self._scheduler.schedule()
+        self._begin(outputs)
+        if not self._group.is_quiet:
+            return outputs
+        while self._group.is_quiet:
+            # Nothing comes in between, so what is empty everywhere stays empty until the ranks vote.
+            self._launch(outputs, reports)
+            outputs = self._scheduler.schedule()
+        self._begin(outputs)
+        return outputs
+
+    def _begin(self, outputs: SchedulerOutputs) -> None:
+        """Tell the other ranks of this step, as the model's own collectives would."""
+        is_empty = outputs.is_empty and not has_copies(outputs.copies) and not self._in_flight
+        is_empty_everywhere = self._group.begin_step(
+            outputs.step_id,
+            outputs.prompt_run,
+            is_empty=is_empty,
+            has_work=not is_empty or self._scheduler.has_work(),
+        )
+        self.num_empty_steps = self.num_empty_steps + 1 if is_empty_everywhere else 0
+        self._num_placeholder_steps += is_empty and not is_empty_everywhere
+
     def _launch(self, outputs: SchedulerOutputs, reports: list[RequestOutput]) -> bool:
         """Start what was scheduled and report what ended in the scheduling; True if a step may run on."""
-        is_idle = outputs.is_empty and not self._in_flight
-        self.num_empty_steps = self.num_empty_steps + 1 if is_idle else 0
         copies = outputs.copies
         if not outputs.is_empty or has_copies(copies):
             launched_s = self._clock()
-            self._in_flight.append(LaunchedStep(outputs, self._executor.launch(outputs), launched_s))
+            draws = self._choices.draws(outputs)
+            sampled = self._executor.launch(outputs, draws)
+            self._in_flight.append(LaunchedStep(outputs, draws, sampled, launched_s))
         ended = (*outputs.finished, *outputs.ignored)
         self._role.after_step((), ended)
         self._num_preempted += sum(s.status is SequenceStatus.FINISHED_PREEMPTED for s in ended)
-        reports += map(report_end, ended)
+        reports += self._choices.addressed(map(report_end, ended))
         # A sequence that got a clone may have been preempted in the same scheduling: the clone must be made
         # before anyone, a transfer for instance, can write into the block that went back.
         return not (outputs.is_empty or copies.clone_blocks or copies.clone_states)
@@ -160,19 +225,22 @@ class LLMEngine:
     def _finish(self, step: LaunchedStep, reports: list[RequestOutput]) -> None:
         """Wait for a step's results, apply and report them."""
         sampled = step.sampled.result()
-        results = self._scheduler.process_outputs(step.outputs, sampled.token_ids, now_s=self._clock())
+        outputs, draws, now_s = step.outputs, step.draws, self._clock()
+        token_ids = self._choices.tokens_of_sequences(outputs, draws, sampled)
+        results = self._scheduler.process_outputs(outputs, token_ids, now_s=now_s)
+        self._choices.part(outputs, draws, results, sampled, now_s)
         self._role.after_step(results.prompts_done, results.finished)
-        self._count(step, results)
-        reports += report_results(step.outputs, results, sampled)
+        new_reports = self._choices.addressed(report_results(outputs, results, sampled))
+        self._count(step, sum(len(report.tokens) for report in new_reports))
+        reports += new_reports
 
-    def _count(self, step: LaunchedStep, results: StepResults) -> None:
+    def _count(self, step: LaunchedStep, num_output_tokens: int) -> None:
         """Time counts once where steps overlap."""
         if step.outputs.is_empty:
             return
         now_s = self._clock()
         busy_s = now_s - max(step.launched_s, self._busy_until_s)
         self._busy_until_s = now_s
-        num_output_tokens = int(results.token_ids.size)
         self._busy_s += busy_s
         self._num_steps += 1
         self._num_output_tokens += num_output_tokens
@@ -183,7 +251,7 @@ class LLMEngine:
 
 
 def report_end(sequence: Sequence) -> RequestOutput:
-    return RequestOutput(request_id=sequence.request_id, finish_reason=sequence.finish_reason)
+    return RequestOutput(request_id=sequence.request_id, finish_reason=sequence.finish_reason, is_last=True)
 
 
 def report_results(
@@ -196,6 +264,7 @@ def report_results(
             tokens=new_tokens(sequence, index, results, sampled),
             finish_reason=sequence.finish_reason,
             num_cached_tokens=sequence.cache.hit_tokens,
+            is_last=sequence.finish_reason is not None,
         )
         for index, sequence in enumerate(outputs.sequences)
         if results.num_appended[index]

@@ -20,15 +20,19 @@ from engine.ipc import (
     Abort,
     AddRequest,
     Event,
+    GroupEnded,
     Progress,
     Shutdown,
     StartFailed,
     StepEvents,
+    Withdraw,
     decode_command,
     encode,
 )
+from engine.pulse import PulseThread
 from engine.wake import WakePipe
 from processes.child import die_with_parent
+from shared_scheduler import GroupError
 
 if TYPE_CHECKING:
     from engine.llm_engine import LLMEngine
@@ -51,15 +55,18 @@ def main() -> int:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     process = EngineProcess(config)
+    exit_code = 0
     try:
         process.load()
+        process.run()
     except EngineStartError as error:
         process.send(StartFailed(str(error)))
-        process.close()
-        return 1
-    process.run()
+        exit_code = 1
+    except GroupError as error:
+        process.send(GroupEnded(str(error)))
+        exit_code = 1
     process.close()
-    return 0
+    return exit_code
 
 
 class EngineProcess:
@@ -73,6 +80,7 @@ class EngineProcess:
         self._events = self._context.socket(zmq.PUSH)
         self._events.setsockopt(zmq.LINGER, 1000)
         self._events.connect(config.event_endpoint)
+        self._pulse = PulseThread(self._context, config.event_endpoint)
         self._wake = WakePipe()
         self._poller = zmq.Poller()
         self._poller.register(self._commands, zmq.POLLIN)
@@ -96,20 +104,22 @@ class EngineProcess:
     def run(self) -> None:
         """Step until told to shut down."""
         engine = self._require_engine()
-        reported_s = 0.0
+        reported_s, num_reported_free = 0.0, -1
         while self._is_running:
             self._take_commands(wait_ms=self._wait_ms())
             outputs = list(engine.poll())
-            if engine.has_work:
+            if engine.takes_step():
                 outputs += engine.step()
             now_s = time.monotonic()
-            if outputs or (now_s - reported_s) * 1000 >= IDLE_REPORT_MS:
-                reported_s = now_s
+            num_free = engine.num_free_blocks
+            if outputs or num_free != num_reported_free or (now_s - reported_s) * 1000 >= IDLE_REPORT_MS:
+                reported_s, num_reported_free = now_s, num_free
                 self.send(StepEvents(tuple(outputs), engine.stats()))
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
+        self._pulse.close()
         self._commands.close(linger=0)
         self._events.close()
         self._context.term()
@@ -143,6 +153,8 @@ class EngineProcess:
                     engine.add(request)
                 case Abort(request_id):
                     engine.abort(request_id)
+                case Withdraw(handover_id):
+                    engine.withdraw(handover_id)
                 case Shutdown():
                     self._is_running = False
 

@@ -1,14 +1,15 @@
 """The PROMPT engine's side of a hand-over.
 
 1. start       the sequence is prefilled like any other; its hand-over id is remembered
-2. after_step  prefill done and not finished: the blocks are offered and stay pinned
-               finished (EOS, one token asked for, aborted): the hand-over is withdrawn, a waiting reader
-               is told
-3. poll        the reader let go, or its lease expired: the blocks go back to the pool
+2. after_step  prefill done and some choice goes on: the blocks are offered and stay pinned
+               finished (every choice by EOS or by length, or aborted): the hand-over is withdrawn, a waiting
+               reader is told
+3. poll        the reader let go, its lease expired, or nobody wants it any more: the blocks go back
 """
 
 from collections.abc import Sequence as Items
 
+from engine.choices import Choices
 from engine.handover_role import flatten_counters
 from engine.ipc import AddRequest, RequestOutput
 from kv_transfer.events import Released
@@ -18,31 +19,44 @@ from shared_scheduler import RequestError, Scheduler, Sequence
 
 
 class PromptHandover:
-    def __init__(self, scheduler: Scheduler, source: HandoverSource) -> None:
+    def __init__(self, scheduler: Scheduler, source: HandoverSource, choices: Choices) -> None:
         self._scheduler = scheduler
         self._source = source
-        self._prefilling: dict[str, str] = {}
-        """request id → hand-over id."""
+        self._choices = choices
+        self._request_ids: dict[str, str] = {}
+        """hand-over id → request id, of all that are prefilling or held."""
+        self._handover_ids: dict[str, str] = {}
+        """request id → hand-over id, of the same."""
         self._held: dict[str, Sequence] = {}
         """hand-over id → sequence whose blocks a reader may be reading."""
 
     def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
         handover_id = request.handover_id
         assert handover_id is not None, "the prompt service always names a hand-over"
-        if handover_id in self._held or handover_id in self._prefilling.values():
+        if handover_id in self._request_ids:
             raise RequestError(f"handover_id {handover_id!r} is in use")
         self._scheduler.add_sequence(sequence, now_s)
-        self._prefilling[request.request_id] = handover_id
+        self._request_ids[handover_id] = request.request_id
+        self._handover_ids[request.request_id] = handover_id
 
     def abort(self, request_id: str) -> None:
-        self._scheduler.abort(request_id)
+        handover_id = self._handover_ids.get(request_id)
+        if handover_id is not None:
+            self.withdraw(handover_id)
+
+    def withdraw(self, handover_id: str) -> None:
+        if handover_id in self._held:
+            self._source.withdraw(handover_id)
+        elif handover_id in self._request_ids:
+            self._scheduler.abort(self._request_ids[handover_id])
 
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         for sequence in prompts_done:
             self._offer(sequence)
         for sequence in ended:
-            handover_id = self._prefilling.pop(sequence.request_id, None)
+            handover_id = self._handover_ids.get(sequence.request_id)
             if handover_id is not None:
+                self._forget(handover_id)
                 self._source.withdraw(handover_id)
 
     def poll(self, now_s: float) -> Items[RequestOutput]:
@@ -50,6 +64,7 @@ class PromptHandover:
             assert isinstance(event, Released)
             sequence = self._held.pop(event.handover_id, None)
             if sequence is not None:
+                self._forget(event.handover_id)
                 self._scheduler.release_handover(sequence)
         return ()
 
@@ -63,7 +78,7 @@ class PromptHandover:
         self._source.close()
 
     def _offer(self, sequence: Sequence) -> None:
-        handover_id = self._prefilling.pop(sequence.request_id)
+        handover_id = self._handover_ids[sequence.request_id]
         self._held[handover_id] = sequence
         self._source.offer(
             Offer(
@@ -71,6 +86,9 @@ class PromptHandover:
                 num_tokens=sequence.num_prompt_tokens,
                 block_ids=sequence.cache.block_table,
                 state_slot=sequence.cache.state_id,
-                first_token_id=sequence.last_token_id,
+                first_tokens=self._choices.starts(sequence),
             )
         )
+
+    def _forget(self, handover_id: str) -> None:
+        del self._handover_ids[self._request_ids.pop(handover_id)]

@@ -6,8 +6,8 @@
 4. all compare all configurations; a difference ends every rank with an error that names it
 5. all connect, and from then on nobody looks at the store again
 
-A rank whose store is lost before 5 starts over; one that fails later ends its process and comes back as another
-engine. A rank waits for the others for as long as it takes.
+A rank that loses the store before 5 starts over; one that fails later ends its process and comes back as
+another engine. A rank waits for the others for as long as it takes.
 """
 
 import logging
@@ -19,7 +19,11 @@ from datetime import timedelta
 
 import msgspec
 import torch
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but the stubs do not say so
+    DistError,
+    PrefixStore,
+    TCPStore,
+)
 
 from engine.collective import Collective
 from engine.errors import EngineStartError
@@ -73,7 +77,7 @@ def join_group(
 ) -> EngineGroup:
     """Meet the other ranks. `options` must be equal on all of them; `wake` ends this rank's sleep.
 
-    `EngineStartError` on a difference, or where rank 0 cannot listen; `GroupError` if a rank is lost meanwhile.
+    `EngineStartError` on a difference, or where rank 0 cannot listen; `GroupError` if a rank is lost.
     """
     while True:
         store, own_host = host_store(place) if place.rank == 0 else find_store(place, report)
@@ -138,7 +142,7 @@ def take_place(store: TCPStore, place: GroupPlace, report: ReportProgress) -> No
 def exchange_members(store: TCPStore, place: GroupPlace, own: Member, report: ReportProgress) -> list[Member]:
     """What every rank has published, in order of rank."""
     keys = [f"member/{rank}" for rank in range(place.size)]
-    store.set(keys[place.rank], msgspec.json.encode(own))
+    store.set(keys[place.rank], msgspec.json.encode(own).decode())
     reported: list[int] | None = None
     while True:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -171,8 +175,8 @@ def difference(options_of: Sequence[Mapping[str, str]]) -> str | None:
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             return (
-                f"ranks of one group differ in {name}: {values[0]} on rank 0, {values[other]} on rank {other}; "
-                "give all ranks the same"
+                f"ranks of one group differ in {name}: {values[0]} on rank 0, {values[other]} on rank "
+                f"{other}; give all ranks the same"
             )
     return None
 
@@ -186,8 +190,8 @@ def connect(
     device: torch.device,
 ) -> EngineGroup:
     """The last stage: from here on a failure ends the engine."""
-    bell.listen({rank: m.bell_address for rank, m in enumerate(members) if rank != place.rank})
     try:
+        bell.listen({rank: m.bell_address for rank, m in enumerate(members) if rank != place.rank})
         collective = Collective.connect(
             PrefixStore("collective", store),
             place.rank,
@@ -211,7 +215,7 @@ def _listen(place: GroupPlace) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise EngineStartError(
-                    f"rank 0 cannot listen at --dp-address {place.address} ({error.strerror or error}); is there "
-                    "another rank 0, or should --dp-address name this machine?"
+                    f"rank 0 cannot listen at --dp-address {place.address} ({error.strerror or error}): "
+                    "is there another rank 0, or does --dp-address name another machine?"
                 ) from error
         time.sleep(RETRY_S)

@@ -15,11 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
+import torch
 
+from engine.choices import NO_DRAWS, FirstDraws
 from engine.copies import StateRows, execute_copies
 from engine.model_runner import Int32Array, ModelRunner
 from engine.sampler import NO_LOGPROBS, SampledTokens, Sampler, SamplingRows
-from shared_scheduler import SchedulerOutputs, Sequence
+from shared_scheduler import SchedulerOutputs
+from wire.sampling import SamplingParams
 
 NOTHING_SAMPLED = SampledTokens(np.empty(0, np.int64), None)
 
@@ -32,8 +35,13 @@ class ModelStep:
         self._sampler = sampler
         self._states = states
 
-    def run(self, outputs: SchedulerOutputs, previous: SampledTokens | None) -> SampledTokens:
-        """`previous`: what the last step that had a batch has sampled, if this batch may need it."""
+    def run(
+        self, outputs: SchedulerOutputs, draws: FirstDraws, previous: SampledTokens | None
+    ) -> SampledTokens:
+        """One token per sequence, and behind them those of `draws`.
+
+        `previous`: what the last step that had a batch has sampled, if this batch may need it.
+        """
         execute_copies(outputs.copies, self._runner.kv_pool, self._states)
         batch = outputs.batch
         if batch is None:
@@ -42,7 +50,12 @@ class ModelStep:
             assert previous is not None
             batch = batch.resolve_inputs(previous.token_ids)
         logits = self._runner.forward(batch)
-        return self._sampler.sample(logits, sampling_rows(outputs.sequences, batch.output_indices))
+        params, output_indices = [s.sampling for s in outputs.sequences], batch.output_indices
+        if draws.sampling:
+            logits = torch.cat((logits, logits[torch.from_numpy(draws.logit_rows)]))
+            params += draws.sampling
+            output_indices = np.append(output_indices, np.zeros(len(draws.sampling), np.int32))
+        return self._sampler.sample(logits, sampling_rows(params, output_indices))
 
 
 class StepExecutor(Protocol):
@@ -52,7 +65,7 @@ class StepExecutor(Protocol):
     def num_ahead(self) -> int:
         """Launched steps that may run on while the next one is scheduled."""
 
-    def launch(self, outputs: SchedulerOutputs) -> Future[SampledTokens]:
+    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[SampledTokens]:
         """The future's `result()` waits for the step and raises what the step raised."""
 
     def close(self) -> None:
@@ -67,9 +80,9 @@ class SynchronousExecutor:
     def __init__(self, step: ModelStep) -> None:
         self._step = step
 
-    def launch(self, outputs: SchedulerOutputs) -> Future[SampledTokens]:
+    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[SampledTokens]:
         done: Future[SampledTokens] = Future()
-        done.set_result(self._step.run(outputs, None))
+        done.set_result(self._step.run(outputs, draws, None))
         return done
 
     def close(self) -> None:
@@ -87,8 +100,8 @@ class OverlappedExecutor:
         self._previous: Future[SampledTokens] | None = None
         """The last launched step that has a batch."""
 
-    def launch(self, outputs: SchedulerOutputs) -> Future[SampledTokens]:
-        future = self._worker.submit(self._run, outputs, self._previous)
+    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[SampledTokens]:
+        future = self._worker.submit(self._run, outputs, draws, self._previous)
         if outputs.batch is not None:
             self._previous = future
         return future
@@ -96,14 +109,15 @@ class OverlappedExecutor:
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, outputs: SchedulerOutputs, previous: Future[SampledTokens] | None) -> SampledTokens:
+    def _run(
+        self, outputs: SchedulerOutputs, draws: FirstDraws, previous: Future[SampledTokens] | None
+    ) -> SampledTokens:
         """A step behind one that failed fails in the same way: its inputs do not exist."""
-        return self._step.run(outputs, None if previous is None else previous.result())
+        return self._step.run(outputs, draws, None if previous is None else previous.result())
 
 
-def sampling_rows(sequences: Items[Sequence], output_indices: Int32Array) -> SamplingRows:
-    """How to draw the next token of each sequence."""
-    params = [sequence.sampling for sequence in sequences]
+def sampling_rows(params: Items[SamplingParams], output_indices: Int32Array) -> SamplingRows:
+    """How to draw one token per entry of `params`."""
     return SamplingRows(
         temperature=np.array([p.temperature for p in params], np.float32),
         top_k=np.array([p.top_k for p in params], np.int32),

@@ -10,10 +10,10 @@ import asyncio
 import json
 import signal
 import socket
-from typing import Literal
+from typing import Literal, Self
 
 import httpx
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -38,6 +38,15 @@ class StackSettings(ProcessSettings):
     engine: Literal["pair", "normal"] = Field(
         "pair", description="pair: a prompt and a completion engine; normal: one engine that does both"
     )
+    dp: int = Field(
+        1, ge=1, description="engines that step alike, each in a service of its own (--engine normal)"
+    )
+    prefill_attempt_interval: int | None = Field(
+        None, ge=1, description="decode steps between prompt steps that every engine wants (--engine normal)"
+    )
+    prefill_any_attempt_interval: int | None = Field(
+        None, ge=1, description="decode steps between prompt steps that any engine wants (--engine normal)"
+    )
     model: str = Field(
         "smollm2-135m-instruct",
         description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
@@ -56,6 +65,15 @@ class StackSettings(ProcessSettings):
         description="end a request that loses its KV blocks; off: compute it again later (--engine normal)",
     )
     verbose: bool = Field(False, description="show everything the processes log")
+
+    @model_validator(mode="after")
+    def _check_engine_kind(self) -> Self:
+        for name in ("prefill_attempt_interval", "prefill_any_attempt_interval"):
+            if self.engine == "pair" and getattr(self, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --engine normal; a pair does not choose")
+        if self.engine == "pair" and self.dp > 1:
+            raise ValueError(f"--dp {self.dp} needs --engine normal; the engines of a pair do not step alike")
+        return self
 
 
 SHARED_WITH_SERVICES = (
@@ -158,8 +176,9 @@ class Stack:
 
     async def stop(self) -> None:
         """End every process, the proxy first; none is left behind."""
-        for child in reversed(self._children):
-            await child.stop(STOP_GRACE_S)
+        # Engines of a group end together: one that goes alone is an error to the others.
+        for children in (self._children[-1:], self._children[:-1]):
+            await asyncio.gather(*(child.stop(STOP_GRACE_S) for child in children))
 
     def _on_line(self, name: str, line: str) -> None:
         if self._settings.verbose or " WARNING " in line or " ERROR " in line:
@@ -176,13 +195,28 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
         engines.append(_service("prompt", "prompt_service", shared))
         engines.append(_service("completion", "completion_service", shared))
     else:
-        engines.append(_service("normal", "completion_service", [*shared, "--engine", "normal"]))
+        engines += _normal_services(settings, shared)
     proxy_arguments = ["--host", settings.host, "--port", str(settings.port), "--model", settings.model]
     for engine in engines:
-        proxy_arguments += [f"--{engine.name}-url", engine.url]
+        role = engine.name.partition("-")[0]
+        proxy_arguments += [f"--{role}-url", engine.url]
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     proxy_url = f"http://{host}:{settings.port}"
     return [*engines, ChildSpec("proxy", "proxy", tuple(proxy_arguments), proxy_url, "/health")]
+
+
+def _normal_services(settings: StackSettings, shared: list[str]) -> list[ChildSpec]:
+    """One service, or one for each rank of a group."""
+    arguments = [*shared, "--engine", "normal"]
+    for name in ("prefill_attempt_interval", "prefill_any_attempt_interval"):
+        arguments += _flag(name, getattr(settings, name))
+    if settings.dp == 1:
+        return [_service("normal", "completion_service", arguments)]
+    arguments += ["--dp-size", str(settings.dp), "--dp-address", f"127.0.0.1:{_free_port()}"]
+    return [
+        _service(f"normal-{rank}", "completion_service", [*arguments, "--dp-rank", str(rank)])
+        for rank in range(settings.dp)
+    ]
 
 
 def _flag(name: str, value: str | int | bool | None) -> list[str]:

@@ -1,10 +1,14 @@
-"""`POST /v1/prompt`: prompt token ids in, the first output token out."""
+"""The prompt service.
+
+`POST /v1/prompt`: prompt token ids in, the first output token of every choice out.
+`DELETE /v1/handovers/{id}`: nobody will take what was computed; its blocks need not wait for their lease.
+"""
 
 import time
 
 from fastapi import FastAPI, Request, Response
 
-from engine.ipc import AddRequest
+from engine.ipc import AddRequest, RequestOutput
 from engine.serving.app import create_service_app
 from engine.serving.errors import InvalidRequest, ServiceFailure
 from engine.serving.limits import check_limits
@@ -12,7 +16,7 @@ from engine.serving.metrics import ServiceMetrics
 from engine.serving.streaming import ClientLeft, unless_client_leaves
 from engine.serving.supervisor import EngineSupervisor
 from wire.json_body import to_json
-from wire.services import PromptRequest, PromptResponse
+from wire.services import PromptChoice, PromptRequest, PromptResponse
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -33,14 +37,24 @@ def create_app(supervisor: EngineSupervisor, max_body_bytes: int) -> FastAPI:
             metrics.count_request("error")
             raise
         metrics.observe_first_token(time.monotonic() - started_s)
-        metrics.count_request(answer.finish_reason or "handed_over")
+        metrics.count_request(outcome(answer))
         return Response(to_json(answer), media_type="application/json")
+
+    @app.delete("/v1/handovers/{handover_id}", status_code=204)
+    async def withdraw(handover_id: str) -> None:
+        supervisor.withdraw_handover(handover_id)
 
     return app
 
 
+def outcome(answer: PromptResponse) -> str:
+    """What became of the prompt: handed over for at least one choice, or ended by the first tokens."""
+    reasons = [choice.finish_reason for choice in answer.choices]
+    return "handed_over" if None in reasons else str(reasons[0])
+
+
 async def prefill(supervisor: EngineSupervisor, body: PromptRequest) -> PromptResponse:
-    """Have the engine prefill the prompt and sample one token; leaving early aborts the request."""
+    """Have the engine prefill the prompt and sample first tokens; leaving early aborts the request."""
     link = supervisor.link
     assert supervisor.engine is not None, "a link exists only while the engine is ready"
     check_limits(supervisor.engine, body.prompt_token_ids, body.sampling)
@@ -49,20 +63,23 @@ async def prefill(supervisor: EngineSupervisor, body: PromptRequest) -> PromptRe
         handover_id=body.handover_id,
         prompt_token_ids=body.prompt_token_ids,
         sampling=body.sampling,
+        num_completions=body.num_completions,
     )
+    outputs: list[RequestOutput] = []
     with link.open_stream(command) as stream:
-        output = await stream.next()
+        while len(outputs) < body.num_completions:
+            output = await stream.next()
+            if not output.tokens:
+                raise InvalidRequest(
+                    f"the engine ended the request without a token: {output.finish_reason}",
+                    param="prompt_token_ids",
+                    code=output.finish_reason,
+                )
+            outputs.append(output)
         stream.has_ended = True  # the hand-over now belongs to its reader: do not abort it here
-    if not output.tokens:
-        raise InvalidRequest(
-            f"the engine ended the request without a token: {output.finish_reason}",
-            param="prompt_token_ids",
-            code=output.finish_reason,
-        )
     return PromptResponse(
         request_id=body.request_id,
-        token=output.tokens[0],
+        choices=tuple(PromptChoice(token=o.tokens[0], finish_reason=o.finish_reason) for o in outputs),
         num_prompt_tokens=len(body.prompt_token_ids),
-        num_cached_tokens=output.num_cached_tokens,
-        finish_reason=output.finish_reason,
+        num_cached_tokens=outputs[0].num_cached_tokens,
     )

@@ -33,13 +33,10 @@ class ChoiceClock:
 class Choice:
     """The sink of one choice's tokens: text, counts, and whom to give the text to."""
 
-    def __init__(
-        self, text: TextStream, clock: ChoiceClock, num_prompt_tokens: int, out: "ChoiceOutput"
-    ) -> None:
+    def __init__(self, text: TextStream, clock: ChoiceClock, out: "ChoiceOutput") -> None:
         self._text = text
         self._clock = clock
         self._out = out
-        self.num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens: int | None = None
 
     @property

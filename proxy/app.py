@@ -46,6 +46,7 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            await services.calls.close()
             await http.aclose()
             text.close()
 

@@ -5,9 +5,10 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, count, islice
 
 from proxy.answers import AnswerShape, Choice, ChoiceClock, StreamedAnswer, WholeAnswer
 from proxy.asgi import Receive, Scope, Send
@@ -20,8 +21,8 @@ from proxy.metrics import ProxyMetrics
 from proxy.openai_responses import DONE, Kind, ResponseBuilder, Usage, error_frame
 from proxy.openai_types import ChatRequest, TextRequest
 from proxy.pairing import Pair, Route
-from proxy.preparation import Preparation, PreparedChoice, prompt_field
-from proxy.request_flow import ChoiceRequest, run_choice
+from proxy.preparation import Preparation, PreparedPrompt, prompt_field
+from proxy.request_flow import PromptWork, run_prompt
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from proxy.text_stream import TextStream
@@ -29,6 +30,23 @@ from proxy.text_stream import TextStream
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChoices:
+    """One prompt of a request and the choices that are generated for it."""
+
+    prompt: PreparedPrompt
+    choices: Sequence[Choice]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """The prompt is computed once, so its cached tokens count once."""
+        return max(choice.num_cached_tokens for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +97,7 @@ class _Exchange:
         self._services = services
         self._client = client
         self._request_id = request_id
-        self._choices: list[Choice] = []
+        self._prompts: list[PromptChoices] = []
         self._started_s = time.monotonic()
 
     async def run(self, parse: Callable[[bytes], ChatRequest | TextRequest]) -> None:
@@ -132,18 +150,20 @@ class _Exchange:
             prepared = await services.preparation.prepare(request)
             self._record_routes(prepared)
             answer = self._answer_shape(request)
-            self._choices = [
-                self._choice(index, request, choice, answer) for index, choice in enumerate(prepared)
-            ]
+            self._prompts = self._with_choices(request, prepared, answer)
             try:
-                await self._run_choices(prepared)
+                await self._run_prompts()
             except EngineFailure as failure:
                 raise _in_client_terms(failure, request) from failure
             await answer.finish(self._usage())
 
-    def _record_routes(self, prepared: Sequence[PreparedChoice]) -> None:
+    @property
+    def _choices(self) -> Iterator[Choice]:
+        return chain.from_iterable(prompt.choices for prompt in self._prompts)
+
+    def _record_routes(self, prepared: Sequence[PreparedPrompt]) -> None:
         """A fallback to an engine that serves alone must be visible to operators and clients."""
-        kinds = ["pair" if isinstance(choice.route, Pair) else "normal" for choice in prepared]
+        kinds = ["pair" if isinstance(prompt.route, Pair) else "normal" for prompt in prepared]
         for kind in kinds:
             self._services.metrics.routes.labels(kind).inc()
         self._client.headers["x-tandem-route"] = ",".join(sorted(set(kinds)))
@@ -157,9 +177,20 @@ class _Exchange:
             self._client, builder, with_logprobs=with_logprobs, include_usage=request.include_usage
         )
 
-    def _choice(
-        self, index: int, request: ChatRequest | TextRequest, prepared: PreparedChoice, answer: AnswerShape
-    ) -> Choice:
+    def _with_choices(
+        self, request: ChatRequest | TextRequest, prepared: Sequence[PreparedPrompt], answer: AnswerShape
+    ) -> list[PromptChoices]:
+        """Choices are numbered through, all of a prompt before those of the next."""
+        numbers = count()
+        return [
+            PromptChoices(
+                prompt,
+                [self._choice(index, request, answer) for index in islice(numbers, prompt.num_completions)],
+            )
+            for prompt in prepared
+        ]
+
+    def _choice(self, index: int, request: ChatRequest | TextRequest, answer: AnswerShape) -> Choice:
         text = TextStream(
             self._services.text.vocabulary,
             stops=request.stop,
@@ -167,31 +198,33 @@ class _Exchange:
             with_logprobs=request.num_logprobs is not None,
         )
         clock = ChoiceClock(self._services.metrics, self._path, self._started_s)
-        return Choice(text, clock, len(prepared.prompt_token_ids), answer.choice_output(index))
+        return Choice(text, clock, answer.choice_output(index))
 
-    async def _run_choices(self, prepared: Sequence[PreparedChoice]) -> None:
-        """All choices at once; the first one that fails ends the others."""
-        if len(prepared) == 1:
-            await self._run_one(0, prepared[0])
+    async def _run_prompts(self) -> None:
+        """All prompts at once; the first one that fails ends the others."""
+        if len(self._prompts) == 1:
+            await self._run_one(0, self._prompts[0])
             return
         try:
             async with asyncio.TaskGroup() as group:
-                for index, choice in enumerate(prepared):
-                    group.create_task(self._run_one(index, choice))
+                for index, prompt in enumerate(self._prompts):
+                    group.create_task(self._run_one(index, prompt))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _run_one(self, index: int, prepared: PreparedChoice) -> None:
-        request = ChoiceRequest(
+    async def _run_one(self, index: int, to_run: PromptChoices) -> None:
+        prompt = to_run.prompt
+        work = PromptWork(
             request_id=f"{self._request_id}-{index}",
             handover_id=secrets.token_hex(16),
-            prompt_token_ids=prepared.prompt_token_ids,
-            sampling=prepared.sampling,
+            prompt_token_ids=prompt.prompt_token_ids,
+            sampling=prompt.sampling,
+            num_completions=prompt.num_completions,
         )
         try:
-            await run_choice(self._services.calls, prepared.route, request, self._choices[index])
+            await run_prompt(self._services.calls, prompt.route, work, to_run.choices)
         except EngineFailure as failure:
-            self._report(failure, prepared.route)
+            self._report(failure, prompt.route)
             raise
 
     def _report(self, failure: EngineFailure, route: Route) -> None:
@@ -208,9 +241,9 @@ class _Exchange:
 
     def _usage(self) -> Usage:
         usage = Usage(
-            num_prompt_tokens=sum(choice.num_prompt_tokens for choice in self._choices),
+            num_prompt_tokens=sum(prompt.num_prompt_tokens for prompt in self._prompts),
             num_completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            num_cached_tokens=sum(choice.num_cached_tokens for choice in self._choices),
+            num_cached_tokens=sum(prompt.num_cached_tokens for prompt in self._prompts),
         )
         self._services.metrics.count_tokens(
             usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens
@@ -219,7 +252,7 @@ class _Exchange:
 
     def _stage(self) -> str:
         """What the client was waiting for."""
-        if not self._choices:
+        if not self._prompts:
             return "preparation"
         return "completion" if any(choice.num_tokens for choice in self._choices) else "prompt"
 
@@ -239,7 +272,7 @@ class _Exchange:
             self._request_id,
             self._path,
             status,
-            sum(choice.num_prompt_tokens for choice in self._choices),
+            sum(prompt.num_prompt_tokens for prompt in self._prompts),
             sum(choice.num_tokens for choice in self._choices),
             time.monotonic() - self._started_s,
         )

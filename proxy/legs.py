@@ -1,12 +1,14 @@
-"""The two calls a request makes to engines. Closing one before its end is the signal to abort it.
+"""The two calls a prompt makes to engines. Closing one before its end is the signal to abort it.
 
-Time-outs are on connecting, on the first byte and on silence in between, never on a whole stream.
+Time-outs are on connecting, on the first byte and on silence in between, never on a whole stream. What a
+prompt engine has computed outlives its call: a hand-over that nobody takes is withdrawn by a call of its own.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import httpx
@@ -23,13 +25,12 @@ from proxy.errors import (
     failure_from_finish,
 )
 from proxy.event_stream import EventStreamParser, EventStreamTooLong
-from proxy.text_stream import EndOfText
+from proxy.token_batch import TokenBatch
 from wire.json_body import to_json
 from wire.services import (
     CompletionEvent,
     CompletionRequest,
     ErrorBody,
-    OutputToken,
     PromptRequest,
     PromptResponse,
     ServiceError,
@@ -37,8 +38,12 @@ from wire.services import (
 
 ResultT = TypeVar("ResultT")
 
+logger = logging.getLogger(__name__)
+
 DRAIN_S = 0.05
 """Wait for the end of a stream whose last event is in; its connection can then be used again."""
+WITHDRAW_TIMEOUT_S = 2.0
+"""A prompt engine that is slower than this frees the blocks when their lease ends."""
 MAX_ERROR_BYTES = 1 << 16
 _JSON_HEADERS = {"content-type": "application/json"}
 
@@ -52,17 +57,11 @@ class LegTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class LegBatch:
-    """The events of one read, joined."""
+    """The events of one read, joined by choice."""
 
-    tokens: tuple[OutputToken, ...] = ()
-    finish_reason: EndOfText | None = None
-    num_cached_tokens: int | None = None
+    parts: Mapping[int, TokenBatch] = field(default_factory=dict)
     failure: EngineFailure | None = None
     """Why the stream ends after these tokens without an answer."""
-
-    @property
-    def is_last(self) -> bool:
-        return self.finish_reason is not None or self.failure is not None
 
 
 class EngineCalls:
@@ -72,9 +71,14 @@ class EngineCalls:
         self._http = http
         self.timeouts = timeouts
         self._httpx_timeout = httpx.Timeout(None, connect=timeouts.connect_s)
+        self._withdrawals: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait for the withdrawals that are under way."""
+        await asyncio.gather(*self._withdrawals)
 
     async def prompt(self, engine: Engine, request: PromptRequest) -> PromptResponse:
-        """The first token; cancelling the call aborts the prompt."""
+        """The first token of every choice; cancelling the call aborts the prompt."""
         timeout_s = self.timeouts.first_byte_s
         async with self._open(engine, "/v1/prompt", request, timeout_s) as response:
             content = await _within(timeout_s, engine, response.aread())
@@ -82,9 +86,27 @@ class EngineCalls:
             answer = _prompt_decoder.decode(content)
         except msgspec.MsgspecError as error:
             raise EngineBroke(engine.role, f"the prompt engine's answer is not valid: {error}") from None
-        if answer.token.index != 0:
-            raise EngineBroke(engine.role, f"the first token has index {answer.token.index} instead of 0")
+        if len(answer.choices) != request.num_completions:
+            asked = request.num_completions
+            raise EngineBroke(engine.role, f"{len(answer.choices)} choices came where {asked} were asked for")
+        for choice in answer.choices:
+            if choice.token.index != 0:
+                raise EngineBroke(engine.role, f"a first token has index {choice.token.index} instead of 0")
         return answer
+
+    def withdraw(self, engine: Engine, handover_id: str) -> None:
+        """Tell a prompt engine that nobody will take this hand-over; returns at once."""
+        task = asyncio.create_task(self._withdraw(engine, handover_id))
+        self._withdrawals.add(task)
+        task.add_done_callback(self._withdrawals.discard)
+
+    async def _withdraw(self, engine: Engine, handover_id: str) -> None:
+        try:
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                url = f"{engine.url}/v1/handovers/{handover_id}"
+                await self._http.delete(url, timeout=self._httpx_timeout)
+        except (httpx.HTTPError, TimeoutError) as error:
+            logger.info("hand-over %s is left to its lease: %s", handover_id, _reason(error))
 
     @asynccontextmanager
     async def completion(
@@ -122,24 +144,21 @@ class EngineCalls:
 
 
 class CompletionLeg:
-    """The tokens of one completion stream, in batches of what arrived together."""
+    """The tokens of one completion stream, in batches of what arrived together; its reader knows the end."""
 
     def __init__(self, engine: Engine, response: httpx.Response) -> None:
         self._engine = engine
         self._chunks: AsyncGenerator[bytes] = response.aiter_raw()  # type: ignore[assignment]
         self._parser = EventStreamParser()
-        self._has_ended = False
 
     async def next_batch(self, timeout_s: float | None) -> LegBatch:
-        """At least one token or an end; silence for `timeout_s` is a failure."""
-        assert not self._has_ended
+        """At least one token or an end of a choice or of all; silence for `timeout_s` is a failure."""
         while True:
             chunk = await _within(timeout_s, self._engine, self._read())
             if chunk is None:
                 raise EngineBroke(self._engine.role, "the engine's stream ended without a finish reason")
             batch = self._join(self._parser.push(chunk))
-            if batch.tokens or batch.is_last:
-                self._has_ended = batch.is_last
+            if batch.parts or batch.failure is not None:
                 return batch
 
     async def drain(self) -> None:
@@ -158,26 +177,24 @@ class CompletionLeg:
         return await anext(self._chunks, None)
 
     def _join(self, frames: Iterable[bytes]) -> LegBatch:
-        tokens: list[OutputToken] = []
+        parts: dict[int, TokenBatch] = {}
         role = self._engine.role
-        num_cached_tokens: int | None = None
         for frame in frames:
             try:
                 event = _event_decoder.decode(frame)
             except msgspec.MsgspecError as error:
                 raise EngineBroke(role, f"the engine sent an event that is not valid: {error}") from None
-            tokens += event.tokens
-            if event.num_cached_tokens is not None:
-                num_cached_tokens = event.num_cached_tokens
+            reason = event.finish_reason
+            end = reason if reason == "stop" or reason == "length" else None
+            if event.tokens or end is not None:
+                batch = TokenBatch(event.tokens, end, event.num_cached_tokens)
+                before = parts.get(event.choice)
+                parts[event.choice] = batch if before is None else before.followed_by(batch)
             if event.error is not None:
-                failure: EngineFailure = failure_from_event(role, event.error, event.error_status)
-                return LegBatch(tuple(tokens), None, num_cached_tokens, failure)
-            if event.finish_reason == "stop" or event.finish_reason == "length":
-                return LegBatch(tuple(tokens), event.finish_reason, num_cached_tokens)
-            if event.finish_reason is not None:
-                failure = failure_from_finish(role, event.finish_reason)
-                return LegBatch(tuple(tokens), None, num_cached_tokens, failure)
-        return LegBatch(tuple(tokens), None, num_cached_tokens)
+                return LegBatch(parts, failure_from_event(role, event.error, event.error_status))
+            if reason is not None and end is None:
+                return LegBatch(parts, failure_from_finish(role, reason))
+        return LegBatch(parts)
 
 
 async def _within(timeout_s: float | None, engine: Engine, work: Awaitable[ResultT]) -> ResultT:

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from proxy.errors import BadRequest
 from wire.sampling import MAX_SEED, MAX_TOP_LOGPROBS
+from wire.services import MAX_COMPLETIONS
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -81,6 +82,7 @@ class GenerationRequest(_Strict):
     """What both endpoints take."""
 
     model: str
+    n: int | None = Field(None, ge=1, le=MAX_COMPLETIONS)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -175,7 +177,6 @@ def _is_token_ids(value: list[Any]) -> bool:
 
 
 _ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

@@ -1,4 +1,4 @@
-"""From a validated body to what engines need: token ids, limits, sampling and a route per choice."""
+"""From a validated body to what engines need: token ids, limits, sampling and a route per prompt."""
 
 import secrets
 from collections.abc import Sequence
@@ -23,11 +23,12 @@ GREEDY_BELOW = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedChoice:
-    """One choice, ready to run."""
+class PreparedPrompt:
+    """One prompt, ready to run for its choices."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_completions: int
     route: Route
 
 
@@ -42,7 +43,7 @@ class Preparation:
         self._directory = directory
         self._policy = policy
 
-    async def prepare(self, request: ChatRequest | TextRequest) -> list[PreparedChoice]:
+    async def prepare(self, request: ChatRequest | TextRequest) -> list[PreparedPrompt]:
         """One entry per prompt; raises `BadRequest` naming the field, or `NotServing`."""
         if request.model not in self._model_names:
             raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
@@ -50,7 +51,7 @@ class Preparation:
         if max_tokens is None:
             raise self._not_serving()
         prompts = await self._token_ids(request, max_tokens)
-        return [self._prepare_choice(request, prompt) for prompt in prompts]
+        return [self._prepare_prompt(request, prompt) for prompt in prompts]
 
     def _not_serving(self) -> NotServing:
         reason = explain_missing_route(self._directory.snapshot())
@@ -79,16 +80,17 @@ class Preparation:
                 )
         return tuple(token_ids)
 
-    def _prepare_choice(
+    def _prepare_prompt(
         self, request: ChatRequest | TextRequest, prompt_token_ids: tuple[int, ...]
-    ) -> PreparedChoice:
+    ) -> PreparedPrompt:
         if not prompt_token_ids:
             raise BadRequest("the prompt is empty", param=prompt_field(request), code="invalid_value")
         route = self._policy.choose(self._directory.snapshot())
         if route is None:
             raise self._not_serving()
         max_tokens = _max_tokens(request, len(prompt_token_ids), route)
-        return PreparedChoice(prompt_token_ids, _sampling(request, max_tokens, self._text.vocab_size), route)
+        sampling = _sampling(request, max_tokens, self._text.vocab_size)
+        return PreparedPrompt(prompt_token_ids, sampling, request.n or 1, route)
 
 
 def prompt_field(request: ChatRequest | TextRequest) -> str:

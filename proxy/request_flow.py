@@ -1,20 +1,23 @@
-"""Joins the legs of one choice into one stream of tokens.
+"""Joins the legs of one prompt into streams of tokens, one for each of its choices.
 
     1. both legs start at once; the prompt leg computes, the completion leg waits for its KV blocks
-    2. the prompt engine answers with token 0, which goes to the sink at once; only in the first
-       REFUSAL_WINDOW_S of a request it waits for the completion engine's status
+    2. the prompt engine answers with token 0 of every choice, which go to their sinks at once; only in the
+       first REFUSAL_WINDOW_S of a request they wait for the completion engine's status
     3. the completion engine's tokens follow, from index 1 on
-    4. the end: a finish reason, or a sink that wants no more; what still runs is closed, which aborts it
+    4. a choice ends with a finish reason, or with a sink that wants no more; when all have ended, what still
+       runs is closed, which aborts it
 
-A leg that fails cancels the other at once; cancelling `run` cancels both.
+A leg that fails cancels the other at once; cancelling `run_prompt` cancels both. A hand-over that the
+completion engine has not taken over by then is withdrawn from the prompt engine.
 """
 
 import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from proxy.engines import Engine
-from proxy.errors import EngineBroke, EngineFailure, failure_from_finish
+from proxy.errors import EngineBroke, EngineFailure, EngineRefused, EngineUnreachable, failure_from_finish
 from proxy.legs import CompletionLeg, EngineCalls, LegBatch, too_slow
 from proxy.pairing import Pair, Route, Single
 from proxy.text_stream import EndOfText
@@ -23,6 +26,7 @@ from wire.sampling import SamplingParams
 from wire.services import (
     CompletionRequest,
     OutputToken,
+    PromptChoice,
     PromptEngineAddress,
     PromptRequest,
     PromptResponse,
@@ -36,37 +40,43 @@ PROMPT_REASON_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceRequest:
-    """What both legs of one choice are told."""
+class PromptWork:
+    """What both legs of one prompt are told."""
 
     request_id: str
     handover_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_completions: int
 
 
-async def run_choice(calls: EngineCalls, route: Route, request: ChoiceRequest, sink: TokenSink) -> None:
-    """Feed `sink` with the tokens of one choice, the last batch with its finish reason.
+async def run_prompt(calls: EngineCalls, route: Route, work: PromptWork, sinks: Sequence[TokenSink]) -> None:
+    """Feed each choice's sink with its tokens, the last batch with its finish reason.
 
-    Raises the `EngineFailure` that ended it otherwise.
+    Raises the `EngineFailure` that ended one of them otherwise, and with it all.
     """
+    assert len(sinks) == work.num_completions
     match route:
         case Pair(prompt, completion):
-            await _PairFlow(calls, prompt, completion, request, sink).run()
+            await _PairFlow(calls, prompt, completion, work, sinks).run()
         case Single(normal):
-            await _run_single(calls, normal, request, sink)
+            await _run_single(calls, normal, work, sinks)
 
 
-async def _run_single(calls: EngineCalls, engine: Engine, request: ChoiceRequest, sink: TokenSink) -> None:
+async def _run_single(
+    calls: EngineCalls, engine: Engine, work: PromptWork, sinks: Sequence[TokenSink]
+) -> None:
     body = CompletionRequest(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=request.sampling,
+        request_id=work.request_id,
+        prompt_token_ids=work.prompt_token_ids,
+        sampling=work.sampling,
+        num_completions=work.num_completions,
     )
     timeouts = calls.timeouts
     async with calls.completion(engine, body, timeouts.first_byte_s) as leg:
         first = await leg.next_batch(timeouts.first_byte_s)
-        await _relay(engine, leg, first, sink, next_index=0, stall_s=timeouts.stall_s)
+        wanted = dict(enumerate(sinks))
+        await _Relay(engine, wanted.keys(), wanted, next_index=0).run(leg, first, timeouts.stall_s)
 
 
 class _PairFlow:
@@ -75,14 +85,14 @@ class _PairFlow:
         calls: EngineCalls,
         prompt: Engine,
         completion: Engine,
-        request: ChoiceRequest,
-        sink: TokenSink,
+        work: PromptWork,
+        sinks: Sequence[TokenSink],
     ) -> None:
         self._calls = calls
         self._prompt = prompt
         self._completion = completion
-        self._request = request
-        self._sink = sink
+        self._work = work
+        self._sinks = sinks
         self._timeouts = calls.timeouts
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
@@ -91,10 +101,24 @@ class _PairFlow:
         self._prompt_answered = asyncio.Event()
         self._prompt_leg_ended = asyncio.Event()
         self._completion_answered = asyncio.Event()
-        self._first_token_is_out = asyncio.Event()
+        self._first_tokens_are_out = asyncio.Event()
         self._completion_failure: EngineFailure | None = None
+        self._handed_over: tuple[int, ...] = ()
+        """Choices that the completion engine serves."""
+        self._wanted: dict[int, TokenSink] = {}
+        """Of these, the sinks that want more than the first token."""
+        self._may_be_held = False
+        """The prompt engine may have computed the prompt and wait for a completion engine to take it over."""
+        self._is_taken_over = False
 
     async def run(self) -> None:
+        try:
+            await self._run_legs()
+        finally:
+            if self._may_be_held and not self._is_taken_over:
+                self._calls.withdraw(self._prompt, self._work.handover_id)
+
+    async def _run_legs(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 completion_leg = group.create_task(self._run_completion_leg())
@@ -105,41 +129,51 @@ class _PairFlow:
 
     async def _run_prompt_leg(self, completion_leg: asyncio.Task[None]) -> None:
         try:
-            await self._pass_on_first_token(completion_leg)
+            await self._pass_on_first_tokens(completion_leg)
         finally:
             self._prompt_leg_ended.set()
 
-    async def _pass_on_first_token(self, completion_leg: asyncio.Task[None]) -> None:
+    async def _pass_on_first_tokens(self, completion_leg: asyncio.Task[None]) -> None:
         answer = await self._call_prompt()
         if self._completion_patience is not None:
             self._completion_patience.reschedule(self._loop.time() + self._timeouts.first_byte_s)
-        finish_reason = self._end_of_text(answer)
-        if finish_reason is None:
+        ends = [self._end_of_text(choice) for choice in answer.choices]
+        self._handed_over = tuple(choice for choice, end in enumerate(ends) if end is None)
+        self._may_be_held = bool(self._handed_over)
+        if self._handed_over:
             await self._wait_for_early_refusal()
             if self._completion_failure is not None:
                 return  # the completion leg raises it
-        batch = TokenBatch((answer.token,), finish_reason, answer.num_cached_tokens)
-        wants_more = await self._sink.accept(batch)
-        if finish_reason is not None or not wants_more:
-            completion_leg.cancel()
+        for choice, (first, end) in enumerate(zip(answer.choices, ends, strict=True)):
+            batch = TokenBatch((first.token,), end, answer.num_cached_tokens)
+            wants_more = await self._sinks[choice].accept(batch)
+            if wants_more and end is None:
+                self._wanted[choice] = self._sinks[choice]
+        if self._wanted:
+            self._first_tokens_are_out.set()
         else:
-            self._first_token_is_out.set()
+            completion_leg.cancel()
 
     async def _call_prompt(self) -> PromptResponse:
-        request = self._request
+        work = self._work
         body = PromptRequest(
-            request_id=request.request_id,
-            handover_id=request.handover_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
+            request_id=work.request_id,
+            handover_id=work.handover_id,
+            prompt_token_ids=work.prompt_token_ids,
+            sampling=work.sampling,
+            num_completions=work.num_completions,
         )
+        self._may_be_held = True
         try:
             return await self._calls.prompt(self._prompt, body)
+        except (EngineRefused, EngineUnreachable):
+            self._may_be_held = False
+            raise
         finally:
             self._prompt_answered.set()
 
-    def _end_of_text(self, answer: PromptResponse) -> EndOfText | None:
-        reason = answer.finish_reason
+    def _end_of_text(self, choice: PromptChoice) -> EndOfText | None:
+        reason = choice.finish_reason
         if reason is None or reason == "stop" or reason == "length":
             return reason
         raise failure_from_finish(self._prompt.role, reason)
@@ -154,11 +188,12 @@ class _PairFlow:
         try:
             async with AsyncExitStack() as until_end:
                 leg, first = await self._open_completion_leg(until_end)
-                if first.failure is not None and not first.tokens:
+                if first.failure is not None and not first.parts:
                     raise first.failure
-                await self._first_token_is_out.wait()
-                stall_s = self._timeouts.stall_s
-                await _relay(self._completion, leg, first, self._sink, next_index=1, stall_s=stall_s)
+                self._is_taken_over = True
+                await self._first_tokens_are_out.wait()
+                relay = _Relay(self._completion, self._handed_over, self._wanted, next_index=1)
+                await relay.run(leg, first, self._timeouts.stall_s)
         except EngineFailure as failure:
             self._completion_failure = failure
             self._completion_answered.set()
@@ -181,7 +216,7 @@ class _PairFlow:
 
     async def _let_prompt_leg_explain(self, failure: EngineFailure) -> None:
         """Where the hand-over failed: the prompt leg, if it ends the request in time, cancels the caller."""
-        if self._first_token_is_out.is_set():
+        if self._first_tokens_are_out.is_set():
             return
         if not failure.is_of_handover:
             return
@@ -199,10 +234,11 @@ class _PairFlow:
         assert info is not None
         assert info.control_address is not None
         return CompletionRequest(
-            request_id=self._request.request_id,
-            prompt_token_ids=self._request.prompt_token_ids,
-            sampling=self._request.sampling,
-            handover_id=self._request.handover_id,
+            request_id=self._work.request_id,
+            prompt_token_ids=self._work.prompt_token_ids,
+            sampling=self._work.sampling,
+            num_completions=self._work.num_completions,
+            handover_id=self._work.handover_id,
             prompt_engine=PromptEngineAddress(
                 engine_id=info.engine_id, epoch=info.epoch, control_address=info.control_address
             ),
@@ -215,25 +251,47 @@ def _precedence(failure: BaseException) -> int:
     return 2  # a mistake of ours must not hide behind an engine's
 
 
-async def _relay(
-    engine: Engine, leg: CompletionLeg, first: LegBatch, sink: TokenSink, *, next_index: int, stall_s: float
-) -> None:
-    """Pass on the leg's tokens in order of index until it ends or the sink wants no more."""
-    batch = first
-    while True:
-        tokens = _in_order(engine, batch.tokens, next_index)
-        next_index += len(tokens)
-        wants_more = True
-        if tokens or batch.finish_reason is not None:
-            wants_more = await sink.accept(TokenBatch(tokens, batch.finish_reason, batch.num_cached_tokens))
-        if batch.finish_reason is not None:
-            await leg.drain()
+class _Relay:
+    """Passes a completion stream's tokens on to the sinks of its choices, each in order of index."""
+
+    def __init__(
+        self, engine: Engine, served: Iterable[int], sinks: Mapping[int, TokenSink], *, next_index: int
+    ) -> None:
+        """`served`: the choices that the engine generates; `sinks`: of those that want more."""
+        self._engine = engine
+        self._sinks = dict(sinks)
+        self._next_index = dict.fromkeys(served, next_index)
+        """Of the choices whose end the engine has not told."""
+
+    async def run(self, leg: CompletionLeg, first: LegBatch, stall_s: float) -> None:
+        """Until every choice has ended, or its sink wants no more."""
+        batch = first
+        while True:
+            for choice, part in batch.parts.items():
+                await self._pass_on(choice, part)
+            if not self._sinks:
+                if not self._next_index:
+                    await leg.drain()
+                return
+            if batch.failure is not None:
+                raise batch.failure
+            batch = await leg.next_batch(stall_s)
+
+    async def _pass_on(self, choice: int, part: TokenBatch) -> None:
+        if choice not in self._next_index:
+            raise EngineBroke(
+                self._engine.role, f"the engine sent tokens of choice {choice}, which is not due"
+            )
+        tokens = _in_order(self._engine, part.tokens, self._next_index[choice])
+        self._next_index[choice] += len(tokens)
+        if part.finish_reason is not None:
+            del self._next_index[choice]
+        sink = self._sinks.get(choice)
+        if sink is None or not (tokens or part.finish_reason is not None):
             return
-        if not wants_more:
-            return
-        if batch.failure is not None:
-            raise batch.failure
-        batch = await leg.next_batch(stall_s)
+        wants_more = await sink.accept(TokenBatch(tokens, part.finish_reason, part.num_cached_tokens))
+        if part.finish_reason is not None or not wants_more:
+            del self._sinks[choice]
 
 
 def _in_order(engine: Engine, tokens: tuple[OutputToken, ...], next_index: int) -> tuple[OutputToken, ...]:

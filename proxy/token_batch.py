@@ -9,12 +9,16 @@ from wire.services import OutputToken
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens that arrived together; the last batch of a request has a `finish_reason`."""
+    """Tokens of one choice that arrived together; the last batch of a choice has a `finish_reason`."""
 
     tokens: tuple[OutputToken, ...]
     finish_reason: EndOfText | None = None
     num_cached_tokens: int | None = None
     """Known with the first batch."""
+
+    def followed_by(self, later: "TokenBatch") -> "TokenBatch":
+        cached = self.num_cached_tokens if later.num_cached_tokens is None else later.num_cached_tokens
+        return TokenBatch(self.tokens + later.tokens, self.finish_reason or later.finish_reason, cached)
 
 
 class TokenSink(Protocol):

@@ -61,6 +61,15 @@ class BlockManager:
         """How many owners the block has."""
         return int(self._counts[block_id])
 
+    def has_other_owners(self, block_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Per block: does it have more than one owner?"""
+        mask: npt.NDArray[np.bool_] = self._counts.take(block_ids) > 1
+        return mask
+
+    def num_sole(self, block_ids: npt.NDArray[np.integer]) -> int:
+        """How many of the blocks have a single owner."""
+        return int(np.count_nonzero(self._counts.take(block_ids) == 1))
+
     def max_count(self, block_ids: npt.NDArray[np.integer]) -> int:
         return int(self._counts.take(block_ids).max())
 

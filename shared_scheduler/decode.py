@@ -10,6 +10,7 @@ from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.config import SchedulerConfig
 from shared_scheduler.drafts import DraftChooser
 from shared_scheduler.holdings import Holdings
+from shared_scheduler.prefill import PromptPlanner
 from shared_scheduler.queues import Queues
 from shared_scheduler.rows import Int32Array, RowIndices
 from shared_scheduler.sequence import FORK_MARK, Sequence
@@ -49,12 +50,14 @@ class DecodePlanner:
         config: SchedulerConfig,
         queues: Queues,
         holdings: Holdings,
+        prompts: PromptPlanner,
         drafts: DraftChooser,
         order: DescendingOrder = stable_descending,
     ) -> None:
         self._config = config
         self._queues = queues
         self._holdings = holdings
+        self._prompts = prompts
         self._drafts = drafts
         self._order = order
         self._like_reference = not config.preempt_only_on_need
@@ -113,9 +116,7 @@ class DecodePlanner:
         if not sequence.is_unadmitted_fork:
             return True
         holdings = self._holdings
-        missing = max(holdings.num_missing(sequence), 0)
-        if not self._like_reference:
-            missing += self._num_wanted_by_running()
+        missing = max(holdings.num_missing(sequence), 0) + self._num_wanted_by_running()
         return holdings.can_hold(missing, holdings.num_missing_slots(sequence)) is AllocStatus.OK
 
     def _num_wanted_by_running(self) -> int:
@@ -123,16 +124,12 @@ class DecodePlanner:
 
         Else it would end, or throw back, a sequence that is being served, its own parent for one.
         """
-        rows, blocks, running = self._holdings.rows, self._holdings.blocks, self._queues.running
-        if not running.size:
+        rows, running = self._holdings.rows, self._queues.running
+        if self._like_reference or not running.size:
             return 0
         reach = rows.num_tokens[running] + rows.inflight[running]
-        num_blocks = rows.num_blocks[running]
-        wants = reach > num_blocks * self._config.block_size
-        if blocks.num_shared:
-            at = np.minimum((reach - 1) // self._config.block_size, num_blocks - 1)
-            wants |= blocks.counts()[rows.tables[running, at]] > 1
-        return int(np.count_nonzero(wants))
+        wants = reach > rows.num_blocks[running] * self._config.block_size
+        return int(np.count_nonzero(wants | self._writes_shared_block(running, reach)))
 
     def _admit_prompted(self) -> None:
         queues = self._queues
@@ -146,8 +143,8 @@ class DecodePlanner:
             queues.join_running([sequence])
 
     def _can_prompts_progress(self) -> bool:
-        """Is a prompt step in flight, or does a half-computed prompt hold all it needs?"""
-        return bool(self._queues.num_joining) or any(s.holds_blocks for s in self._queues.waiting)
+        """Is a prompt step in flight, or could the next one take somebody?"""
+        return bool(self._queues.num_joining) or self._prompts.has_admissible_head()
 
     def _put_in_order(self) -> None:
         rows, running = self._holdings.rows, self._queues.running
@@ -180,47 +177,52 @@ class DecodePlanner:
         rows, blocks, states = self._holdings.rows, self._holdings.blocks, self._holdings.states
         if states is not None and states.num_shared and states.max_count(rows.state_slot[candidates]) > 1:
             return True
-        if not blocks.num_shared:
-            return False
+        return blocks.num_shared > 0 and bool(self._writes_shared_block(candidates, reach).any())
+
+    def _writes_shared_block(self, candidates: RowIndices, reach: Int32Array) -> npt.NDArray[np.bool_]:
+        rows, blocks = self._holdings.rows, self._holdings.blocks
         at = np.minimum((reach - 1) // self._config.block_size, rows.num_blocks[candidates] - 1)
-        return blocks.max_count(rows.tables[candidates, at]) > 1
+        return blocks.has_other_owners(rows.tables[candidates, at])
 
     def _fill_from_shortest(self, plan: DecodePlan, candidates: RowIndices) -> None:
-        rows, queues = self._holdings.rows, self._queues
-        outputs = rows.num_tokens[candidates] - rows.num_prompt_tokens[candidates]
-        by_output = candidates[self._order(outputs)]
-        sequences: list[Sequence] = rows.owners[by_output].tolist()
-        scheduled: list[Sequence] = []
-        preempted: list[int] = []
-        coming = 0
-        first, last = 0, len(sequences)
-        while first < last:
-            sequence = sequences[last - 1]
-            last -= 1
-            needed = self._blocks_wanted(sequence)
-            while not self._is_available(needed, coming) and first < last:
-                victim = sequences[first]
-                first += 1
-                preempted.append(victim.row)
-                coming += self._preempt(victim, plan)
-            if self._is_available(needed):
-                if self._has_slot_for(sequence):
-                    self._holdings.make_writable(sequence)
-                    scheduled.append(sequence)
-            elif not self._is_available(needed, coming):
-                preempted.append(sequence.row)
-                coming += self._preempt(sequence, plan)
+        """The step in which somebody may have to give way, or has drafts, or shares what it writes."""
+        queues = self._queues
+        num_before = queues.num_running
+        scheduled, sit_out = self._choose(plan, candidates)
         reach = np.array([s.num_tokens + s.schedule.total_inflight_tokens for s in scheduled], np.int32)
+        rows = np.array([s.row for s in scheduled], np.intp)
         order = self._order(reach)
-        scheduled_rows = np.array([s.row for s in scheduled], np.intp)
-        plan.rows, plan.reach = scheduled_rows[order], reach[order]
+        plan.rows, plan.reach = rows[order], reach[order]
         # A step after one with drafts comes here too: rejected drafts leave blocks to give back.
         queues.has_drafts = plan.has_drafts = any(s.draft.token_ids for s in scheduled)
-        # Those that only sit this step out stay in `running`.
-        dealt_with = np.concatenate([plan.rows, np.array(preempted, np.intp)])
-        left = queues.running[~np.isin(queues.running, dealt_with)]
-        queues.running = np.concatenate([plan.rows, left])
-        queues.running_is_ordered = left.size == 0 and not plan.has_drafts
+        certain_to_end = queues.running[~np.isin(queues.running, candidates)]
+        queues.running = np.concatenate([plan.rows, np.array(sit_out, np.intp), certain_to_end])
+        queues.running_is_ordered = plan.rows.size == num_before and not plan.has_drafts
+
+    def _choose(self, plan: DecodePlan, candidates: RowIndices) -> tuple[list[Sequence], list[int]]:
+        """Those that run, shortest output first, with their blocks; and rows that miss this step only."""
+        rows = self._holdings.rows
+        outputs = rows.num_tokens[candidates] - rows.num_prompt_tokens[candidates]
+        sequences: list[Sequence] = rows.owners[candidates[self._order(outputs)]].tolist()
+        scheduled: list[Sequence] = []
+        sit_out: list[int] = []
+        first, last = 0, len(sequences)
+        coming = 0
+        while first < last:
+            last -= 1
+            sequence = sequences[last]
+            wanted = self._blocks_wanted(sequence)
+            while not self._is_available(wanted, coming) and first < last:
+                coming += self._preempt(sequences[first], plan)
+                first += 1
+            if not self._is_available(wanted, coming):
+                coming += self._preempt(sequence, plan)
+            elif self._is_available(wanted) and self._has_slot_for(sequence):
+                self._holdings.make_writable(sequence)
+                scheduled.append(sequence)
+            else:
+                sit_out.append(sequence.row)
+        return scheduled, sit_out
 
     def _blocks_wanted(self, sequence: Sequence) -> int:
         """Free blocks this sequence needs to go on. Its drafts are dropped before anyone is hurt."""
@@ -251,8 +253,8 @@ class DecodePlanner:
             queues.waiting.appendleft(sequence)
         if sequence.is_in_flight:
             queues.disturb()
-            return int(np.count_nonzero(self._holdings.blocks.counts()[sequence.cache.block_table] == 1))
-        self._holdings.release(sequence)
+            return self._holdings.blocks.num_sole(sequence.cache.block_table)
+        num_late = self._holdings.release(sequence)
         if not sequence.is_finished:
             sequence.reset_for_recompute()
-        return 0
+        return num_late

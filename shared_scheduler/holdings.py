@@ -2,7 +2,8 @@
 
 Order of taking, everywhere: state pool, then block pool. A pool that two sequences share after a fork is
 made private by whoever writes first; the copies that this needs on the device are collected here and
-belong to the step being built.
+belong to the step being built. What such a copy reads stays taken until that step's results are in: a
+transfer must not write into it before.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from shared_scheduler.config import SchedulerConfig
 from shared_scheduler.copies import NO_COPIES, Copies
 from shared_scheduler.errors import CorruptionError
 from shared_scheduler.info_slots import InfoSlots
+from shared_scheduler.late_returns import LateReturns
 from shared_scheduler.rows import SequenceRows
 from shared_scheduler.sequence import Sequence
 
@@ -27,6 +29,7 @@ class Holdings:
         self._config = config
         self._block_size = config.block_size
         slots = config.num_state_slots
+        self._step_id = 0
         self.states = None if slots is None else BlockManager(slots, "state slot")
         self.blocks = BlockManager(config.num_blocks)
         self.info_slots = InfoSlots(config.num_draft_slots)
@@ -34,6 +37,18 @@ class Holdings:
             min(config.max_num_seqs, 64), INITIAL_TABLE_WIDTH, config.max_blocks_per_sequence
         )
         self._copies = Copies()
+        self._block_sources = LateReturns(self.blocks)
+        self._state_sources = None if self.states is None else LateReturns(self.states)
+
+    def start_step(self, step_id: int) -> None:
+        """Copies collected from here on belong to this step."""
+        self._step_id = step_id
+
+    def finish_step(self, step_id: int) -> None:
+        """The results of a step are in, so its copies are done, and those of all steps before it."""
+        self._block_sources.finish_step(step_id)
+        if self._state_sources is not None:
+            self._state_sources.finish_step(step_id)
 
     def can_hold(self, num_blocks: int, num_slots: int = 1) -> AllocStatus:
         """Blocks and slot together: enough blocks without a free slot is LATER."""
@@ -63,18 +78,21 @@ class Holdings:
         self.rows.append_blocks(child.row, table)
         child.cache.set_num_tokens(num_cached)
 
-    def release(self, sequence: Sequence) -> None:
-        """Everything the sequence holds goes back; nothing may read or write it any more."""
+    def release(self, sequence: Sequence) -> int:
+        """Everything the sequence holds goes back; nothing may read or write it any more.
+
+        Returns how many blocks come back only when the copies that read them are done.
+        """
         if not sequence.holds_blocks:
-            return
+            return 0
         row, slot = sequence.row, sequence.cache.state_id
         table = sequence.cache.block_table
         self.info_slots.give_back(sequence)
         sequence.unbind_row()
         self.rows.give_back(row)
-        if slot is not None and self.states is not None:
-            self.states.free([slot])
-        self.blocks.free(table)
+        if slot is not None and self._state_sources is not None:
+            self._state_sources.free(np.array([slot], np.int32))
+        return self._block_sources.free(table)
 
     def num_missing(self, sequence: Sequence) -> int:
         """Blocks to take before the next step may write: growth, and a private copy of a shared tail."""
@@ -125,8 +143,10 @@ class Holdings:
 
     def check_invariants(self, holders: Iterable[Sequence]) -> None:
         """Every count in both pools is the number of live sequences that hold the piece."""
-        owners = np.zeros_like(self.blocks.counts())
-        slots = None if self.states is None else np.zeros_like(self.states.counts())
+        owners = np.bincount(self._block_sources.late(), minlength=self.blocks.num_usable + 1)
+        slots = None
+        if self.states is not None and self._state_sources is not None:
+            slots = np.bincount(self._state_sources.late(), minlength=self.states.num_usable + 1)
         num_rows = 0
         holders = list(holders)
         for sequence in holders:
@@ -170,6 +190,8 @@ class Holdings:
         assert shared is not None
         slot = self.states.allocate_one()
         self._copies.clone_states.append((shared, slot))
+        assert self._state_sources is not None
+        self._state_sources.add(shared, self._step_id)
         self.rows.state_slot[sequence.row] = slot
         self.states.free([shared])
 
@@ -179,5 +201,6 @@ class Holdings:
             return
         shared, own = int(self.rows.tables[sequence.row, tail]), self.blocks.allocate_one()
         self._copies.clone_blocks.append((shared, own))
+        self._block_sources.add(shared, self._step_id)
         self.rows.tables[sequence.row, tail] = own
         self.blocks.free([shared])

@@ -58,7 +58,7 @@ class Scheduler:
         self._prompts = PromptPlanner(config, self._queues, self._holdings)
         self._step_time = StepTimeModel(graph_sizes)
         drafts = DraftChooser(config, self._step_time)
-        self._decodes = DecodePlanner(config, self._queues, self._holdings, drafts, order)
+        self._decodes = DecodePlanner(config, self._queues, self._holdings, self._prompts, drafts, order)
         self._results = ResultProcessor(config, self._queues, self._holdings)
         self._forks = Forks(config, self._queues, self._holdings)
         self._remote = RemoteArrivals(config, self._queues, self._holdings, self._results)
@@ -156,12 +156,13 @@ class Scheduler:
     # ----- steps
 
     def schedule(self) -> SchedulerOutputs:
-        """Decide the next step. Empty outputs (`batch` None) need no process_outputs, but allow it."""
+        """Decide the next step. Without batch and copies it needs no process_outputs, but allows it."""
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise SchedulerError("two steps are in flight: process the older one's results first")
+        self._queues.last_step_id += 1
+        self._holdings.start_step(self._queues.last_step_id)
         swept = self._queues.sweep_marked() if self._queues.has_marked else []
         prompt_plan = self._plan_prompt()
-        self._queues.last_step_id += 1
         if prompt_plan is None:
             outputs = self._decode_outputs(self._decodes.plan(bool(self._in_flight)), swept)
         else:
@@ -185,12 +186,14 @@ class Scheduler:
         after it were rejected.
         """
         if outputs.is_empty:
+            self._holdings.finish_step(outputs.step_id)
             return StepResults(np.empty(0, np.int64), np.empty(0, np.int32))
         if not self._in_flight or self._in_flight[0] is not outputs:
             raise SchedulerError(f"results of step {outputs.step_id} are out of order")
         if len(token_ids) != len(outputs.sequences):
             raise SchedulerError(f"{len(token_ids)} sampled ids for {len(outputs.sequences)} sequences")
         self._in_flight.popleft()
+        self._holdings.finish_step(outputs.step_id)
         return self._results.process(outputs, token_ids, accepted, now_s, bool(self._in_flight))
 
     def has_work(self) -> bool:

@@ -21,8 +21,9 @@ FinishReason = Literal[
     "handover_withdrawn",
     "error",
 ]
-"""Why a request ended. `handover_withdrawn` ends a completion leg whose prompt engine took the hand-over back
-because the first token already ended the request, or because the prompt leg was aborted: it is no failure."""
+"""Why a choice ended, or a whole request. `handover_withdrawn` ends a completion leg whose prompt engine took
+the hand-over back because the first tokens already ended the request, or because the prompt leg was aborted:
+it is no failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +104,8 @@ class CompletionRequest:
 
     The status line says whether the engine takes the request at all, at once; what fails later is an event.
 
-    A completion engine needs `handover_id` and `prompt_engine` and streams from output index 1, for the choices
-    that did not end with their first token; a NORMAL engine takes neither and streams from output index 0.
+    A completion engine needs `handover_id` and `prompt_engine` and streams from output index 1, for the
+    choices that did not end with their first token; a NORMAL engine takes neither and streams from index 0.
     """
 
     request_id: str

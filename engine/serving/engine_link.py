@@ -20,6 +20,7 @@ from engine.ipc import (
     RequestOutput,
     Shutdown,
     StepEvents,
+    Withdraw,
     decode_event,
     encode,
 )
@@ -94,6 +95,9 @@ class EngineLink:
             self._streams.pop(request.request_id, None)
             if not stream.has_ended:
                 self._send(Abort(request.request_id))
+
+    def withdraw(self, handover_id: str) -> None:
+        self._send(Withdraw(handover_id))
 
     def fail_all(self, message: str) -> None:
         """End every open stream with `EngineUnavailable`."""

@@ -52,6 +52,18 @@ ENGINE_METRICS = (
         lambda s: s.num_preempted,
     ),
     EngineMetric("tandem_engine_busy_seconds_total", "counter", "Time spent in steps", lambda s: s.busy_s),
+    EngineMetric(
+        "tandem_engine_placeholder_steps_total",
+        "counter",
+        "Empty steps run for other ranks of the group",
+        lambda s: s.num_placeholder_steps,
+    ),
+    EngineMetric(
+        "tandem_engine_group_wait_seconds_total",
+        "counter",
+        "Time spent waiting for other ranks of the group",
+        lambda s: s.group_wait_s,
+    ),
 )
 TRANSFER_METRIC = "tandem_transfer"
 

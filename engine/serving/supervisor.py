@@ -2,7 +2,8 @@
 
 1. loading   the process was started; it reports its stages; requests are refused with 503
 2. ready     requests flow
-3. lost      the process ended: every open request fails at once, then 1. again with a new epoch
+3. lost      the process ended, or was ended because it fell silent: every open request fails at once, then
+             1. again with a new epoch
 4. failed    the engine said it cannot start, or died too often while loading: the service ends
 5. stopped   the service is shutting down
 """
@@ -21,7 +22,7 @@ import msgspec
 import zmq.asyncio
 
 from engine.config import EngineConfig
-from engine.ipc import EngineStats, Progress, Ready, StartFailed, StepEvents
+from engine.ipc import EngineStats, GroupEnded, Progress, Ready, StartFailed, StepEvents
 from engine.serving.engine_link import EngineLink
 from engine.serving.errors import EngineUnavailable, ServiceStartError
 from engine.serving.settings import EngineServiceSettings
@@ -34,6 +35,10 @@ State = Literal["loading", "ready", "draining", "lost", "failed", "stopped"]
 
 MAX_FAILED_STARTS = 3
 SHUTDOWN_WAIT_S = 5.0
+MAX_SILENT_S = 7
+"""A ready engine sends something every second, whatever it does; one that does not is ended."""
+LAST_EVENTS_S = 0.1
+"""How long events of a process that has ended may take to arrive."""
 
 
 class EngineSupervisor:
@@ -50,6 +55,9 @@ class EngineSupervisor:
         self.config: EngineConfig | None = None
         self.stats: EngineStats | None = None
         self.num_restarts = 0
+        self._num_events = 0
+        self._reason: str | None = None
+        """Why the engine ends, where its exit code does not say."""
 
     @property
     def link(self) -> EngineLink:
@@ -69,6 +77,11 @@ class EngineSupervisor:
         if self.state in ("loading", "ready", "lost"):
             self.state = "draining"
 
+    def withdraw_handover(self, handover_id: str) -> None:
+        """Prompt engine: let go of a hand-over that nobody will take. Also while draining; idempotent."""
+        if self._link is not None:
+            self._link.withdraw(handover_id)
+
     async def run(self) -> None:
         """Keep an engine running until cancelled; raises `ServiceStartError` when that is hopeless."""
         num_failed_starts = 0
@@ -76,7 +89,8 @@ class EngineSupervisor:
         try:
             while self.state != "draining":
                 became_ready = await self._run_one_engine(context)
-                num_failed_starts = 0 if became_ready else num_failed_starts + 1
+                is_failed_start = not became_ready and self._reason is None
+                num_failed_starts = num_failed_starts + 1 if is_failed_start else 0
                 if num_failed_starts >= MAX_FAILED_STARTS:
                     raise ServiceStartError(
                         f"the engine process died {num_failed_starts} times while loading; "
@@ -104,10 +118,13 @@ class EngineSupervisor:
         try:
             exit_code = await self._follow(process, link)
             became_ready = self.engine is not None
-            if self.state != "draining":
+            reason = f"ended with code {exit_code}" + (f": {self._reason}" if self._reason else "")
+            if self.state == "draining":
+                logger.info("engine process %d %s", process.pid, reason)
+            else:
                 self.state = "lost"
-            logger.error("engine process %d ended with code %d", process.pid, exit_code)
-            link.fail_all(f"the engine process ended with code {exit_code}")
+                logger.error("engine process %d %s", process.pid, reason)
+            link.fail_all(f"the engine process {reason}")
             return became_ready
         finally:
             await _end(process, link)
@@ -119,24 +136,39 @@ class EngineSupervisor:
             self.state = "loading"
         self.engine = None
         self.stats = None
+        self._reason = None
         self.progress = Progress("starting", 0.0)
 
     async def _follow(self, process: asyncio.subprocess.Process, link: EngineLink) -> int:
         """Handle the engine's events until it ends; returns its exit code."""
+        watching = asyncio.create_task(self._end_when_silent(process))
         exited = asyncio.create_task(process.wait())
         receiving: asyncio.Task[None] = asyncio.create_task(self._receive_events(link))
         try:
             await asyncio.wait((exited, receiving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((receiving,), timeout=LAST_EVENTS_S)
             if receiving.done():
                 receiving.result()  # a failed start is raised here
             return await exited
         finally:
-            receiving.cancel()
-            exited.cancel()
+            for task in (watching, receiving, exited):
+                task.cancel()
+
+    async def _end_when_silent(self, process: asyncio.subprocess.Process) -> None:
+        """Kill an engine that sends nothing although it was ready: stopped, or stuck beyond help."""
+        num_silent_s = 0
+        while num_silent_s < MAX_SILENT_S:
+            num_events = self._num_events
+            await asyncio.sleep(1.0)
+            is_silent = self.engine is not None and self._num_events == num_events
+            num_silent_s = num_silent_s + 1 if is_silent else 0
+        self._reason = f"it was silent for {MAX_SILENT_S} s and was killed"
+        process.kill()
 
     async def _receive_events(self, link: EngineLink) -> None:
         while True:
             event = await link.receive()
+            self._num_events += 1
             match event:
                 case StepEvents():
                     self.stats = event.stats
@@ -144,6 +176,8 @@ class EngineSupervisor:
                     self.progress = event
                 case Ready():
                     self._on_ready(event)
+                case GroupEnded():
+                    self._reason = event.message
                 case StartFailed():
                     raise ServiceStartError(event.message)
 
@@ -167,7 +201,8 @@ async def _spawn(config: EngineConfig) -> asyncio.subprocess.Process:
         "-m",
         "engine.process",
         stdin=asyncio.subprocess.PIPE,
-        env=environment_for_child(),
+        # torch logs every lost connection with its native stack; the engine says it in one line.
+        env={"TORCH_CPP_LOG_LEVEL": "ERROR", **environment_for_child()},
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(config))

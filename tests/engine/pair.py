@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.choices import Choices
 from engine.completion_role import CompletionHandover
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import AddRequest, RequestOutput
@@ -39,7 +40,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 @dataclass(slots=True)
 class Answer:
-    """What came out of one engine for one request."""
+    """What came out of one engine for one choice of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
@@ -49,8 +50,12 @@ class Answer:
         assert self.end is None, f"output after the end: {output}"
         self.token_ids += [token.token_id for token in output.tokens]
         self.indices += [token.index for token in output.tokens]
-        if output.is_last:
+        if output.finish_reason is not None or output.failure is not None:
             self.end = output
+
+
+def answer_id(request_id: str, choice: int = 0) -> str:
+    return request_id if choice == 0 else f"{request_id}/{choice}"
 
 
 class TestEngine:
@@ -62,7 +67,7 @@ class TestEngine:
         self,
         kind: EngineType,
         runner: ModelRunner,
-        make_role: Callable[[Scheduler], HandoverRole],
+        make_role: Callable[[Scheduler, Choices], HandoverRole],
         *,
         max_num_seqs: int = 8,
         overlap: bool = False,
@@ -81,8 +86,16 @@ class TestEngine:
                 stop_preempted_request=stop_preempted_request,
             )
         )
-        self.engine = LLMEngine(self.scheduler, runner, Sampler(), make_role(self.scheduler), overlap=overlap)
+        self.choices = Choices(self.scheduler)
+        role = make_role(self.scheduler, self.choices)
+        self.engine = LLMEngine(
+            self.scheduler, runner, Sampler(), role, choices=self.choices, overlap=overlap
+        )
         self.answers: dict[str, Answer] = {}
+        """By `answer_id`."""
+        self.ended: set[str] = set()
+        """Requests whose last output is out."""
+        self.fewest_free_blocks = self.scheduler.num_free_blocks
 
     def turn(self) -> None:
         """One turn of the engine's loop."""
@@ -90,12 +103,16 @@ class TestEngine:
         if self.engine.has_work:
             outputs += self.engine.step()
         for output in outputs:
-            self.answers.setdefault(output.request_id, Answer()).take(output)
+            assert output.request_id not in self.ended, f"output after the last: {output}"
+            self.answers.setdefault(answer_id(output.request_id, output.choice), Answer()).take(output)
+            if output.is_last:
+                self.ended.add(output.request_id)
+        self.fewest_free_blocks = min(self.fewest_free_blocks, self.scheduler.num_free_blocks)
         self.scheduler.check_invariants()
+        self.choices.check_invariants()
 
     def has_ended(self, request_id: str) -> bool:
-        answer = self.answers.get(request_id)
-        return answer is not None and answer.end is not None
+        return request_id in self.ended
 
     @property
     def is_drained(self) -> bool:
@@ -130,40 +147,44 @@ class EnginePair:
         self.prompt = TestEngine(
             EngineType.PROMPT,
             prompt_runner,
-            lambda scheduler: PromptHandover(scheduler, self._source),
+            lambda scheduler, choices: PromptHandover(scheduler, self._source, choices),
             overlap=overlap,
         )
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
-            lambda scheduler: CompletionHandover(scheduler, self._sink, wait_s=20.0),
+            lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, wait_s=20.0),
             overlap=overlap,
         )
         self.address = PromptEngineAddress(
             engine_id="p-engine", epoch=1, control_address=self._source.control_address
         )
 
-    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams, n: int = 1) -> None:
         """Both legs, as the proxy starts them."""
-        self.add_prompt(request_id, prompt, sampling)
-        self.add_completion(request_id, prompt, sampling)
+        self.add_prompt(request_id, prompt, sampling, n)
+        self.add_completion(request_id, prompt, sampling, n)
 
-    def add_prompt(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+    def add_prompt(self, request_id: str, prompt: list[int], sampling: SamplingParams, n: int = 1) -> None:
         self.prompt.engine.add(
             AddRequest(
                 request_id=request_id,
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
+                num_completions=n,
                 handover_id=f"handover-{request_id}",
             )
         )
 
-    def add_completion(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+    def add_completion(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, n: int = 1
+    ) -> None:
         self.completion.engine.add(
             AddRequest(
                 request_id=request_id,
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
+                num_completions=n,
                 handover_id=f"handover-{request_id}",
                 prompt_engine=self.address,
             )
@@ -182,9 +203,10 @@ class EnginePair:
     def run_until_drained(self) -> None:
         self.run_until(lambda: self.prompt.is_drained and self.completion.is_drained, "all blocks are free")
 
-    def answer(self, request_id: str) -> list[int]:
+    def answer(self, request_id: str, choice: int = 0) -> list[int]:
         """The whole answer: the prompt engine's token and the completion engine's."""
-        first, rest = self.prompt.answers[request_id], self.completion.answers.get(request_id, Answer())
+        name = answer_id(request_id, choice)
+        first, rest = self.prompt.answers[name], self.completion.answers.get(name, Answer())
         assert first.indices + rest.indices == list(range(len(first.indices) + len(rest.indices)))
         return first.token_ids + rest.token_ids
 
@@ -206,7 +228,9 @@ def run_normal(
     checkpoint: Path, prompts: dict[str, list[int]], sampling: SamplingParams
 ) -> dict[str, list[int]]:
     """What one NORMAL engine answers."""
-    normal = TestEngine(EngineType.NORMAL, tiny_runner(checkpoint, 256), NoHandover)
+    normal = TestEngine(
+        EngineType.NORMAL, tiny_runner(checkpoint, 256), lambda scheduler, _: NoHandover(scheduler)
+    )
     for request_id, prompt in prompts.items():
         request = AddRequest(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=sampling)
         normal.engine.add(request)

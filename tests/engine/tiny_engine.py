@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
+from engine.choices import Choices
 from engine.handover_role import NoHandover
 from engine.ipc import AddRequest, RequestOutput
 from engine.kv_pool import KVLayout, KVPool
 from engine.model.interface import DecoderModel
 from engine.model.loader import load_model
 from engine.model_runner import ModelRunner
+from kv_transfer.messages import ChoiceStart
 from model_files import ModelConfig, resolve_model
 from shared_scheduler import AllocStatus, Batch, EngineType, Scheduler, Sequence
 from tests.engine.pair import BLOCK_SIZE, Answer, TestEngine
@@ -100,7 +102,7 @@ def some_requests() -> list[Request]:
 
 
 def normal_engine(runner: ModelRunner, **options: bool) -> TestEngine:
-    return TestEngine(EngineType.NORMAL, runner, NoHandover, **options)
+    return TestEngine(EngineType.NORMAL, runner, lambda scheduler, _: NoHandover(scheduler), **options)
 
 
 def answers_alone(model: TinyModel, requests: Items[Request]) -> dict[str, list[int]]:
@@ -117,7 +119,7 @@ def answers_alone(model: TinyModel, requests: Items[Request]) -> dict[str, list[
 
 @dataclass(frozen=True, slots=True)
 class DirectOffer:
-    first_token_id: int
+    first_tokens: tuple[ChoiceStart, ...]
     blocks: torch.Tensor
     """A copy of what was in them when they were announced."""
     release: Callable[[], None]
@@ -126,15 +128,18 @@ class DirectOffer:
 class DirectSource(NoHandover):
     """PROMPT role: the blocks of a finished prompt are read at the very moment they are announced."""
 
-    def __init__(self, scheduler: Scheduler, pool: KVPool, offers: dict[str, DirectOffer]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, choices: Choices, pool: KVPool, offers: dict[str, DirectOffer]
+    ) -> None:
         super().__init__(scheduler)
+        self._choices = choices
         self._pool = pool
         self._offers = offers
 
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         for sequence in prompts_done:
             self._offers[sequence.request_id] = DirectOffer(
-                sequence.last_token_id,
+                self._choices.starts(sequence),
                 self._pool.tensor[torch.from_numpy(sequence.cache.block_table).long()],
                 partial(self._scheduler.release_handover, sequence),
             )
@@ -143,8 +148,11 @@ class DirectSource(NoHandover):
 class DirectSink(NoHandover):
     """COMPLETION role: takes over what is offered as soon as there is room for it."""
 
-    def __init__(self, scheduler: Scheduler, pool: KVPool, offers: dict[str, DirectOffer]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, choices: Choices, pool: KVPool, offers: dict[str, DirectOffer]
+    ) -> None:
         super().__init__(scheduler)
+        self._choices = choices
         self._pool = pool
         self._offers = offers
         self._expected: dict[str, Sequence] = {}
@@ -163,7 +171,7 @@ class DirectSink(NoHandover):
                 if self._scheduler.reserve_remote(sequence, now_s) is not AllocStatus.OK:
                     break
                 self._pool.tensor[torch.from_numpy(sequence.cache.block_table).long()] = offer.blocks
-                self._scheduler.admit_arrived(sequence, offer.first_token_id)
+                self._choices.admit(sequence, offer.first_tokens, now_s)
                 del self._expected[request_id]
             del self._offers[request_id]
             offer.release()
@@ -178,13 +186,13 @@ class DirectPair:
         self.prompt = TestEngine(
             EngineType.PROMPT,
             prompt_runner,
-            lambda scheduler: DirectSource(scheduler, prompt_runner.kv_pool, self._offers),
+            lambda *parts: DirectSource(*parts, prompt_runner.kv_pool, self._offers),
             overlap=overlap,
         )
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
-            lambda scheduler: DirectSink(scheduler, completion_runner.kv_pool, self._offers),
+            lambda *parts: DirectSink(*parts, completion_runner.kv_pool, self._offers),
             overlap=overlap,
         )
 

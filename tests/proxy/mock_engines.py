@@ -18,6 +18,7 @@ from wire.services import (
     ErrorBody,
     FinishReason,
     OutputToken,
+    PromptChoice,
     PromptRequest,
     PromptResponse,
     ServiceError,
@@ -78,13 +79,16 @@ class Call:
         num_cached_tokens: int = 0,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
+        choice = PromptChoice(token=token(0, token_id, logprobs), finish_reason=finish_reason)
+        await self.first_tokens(choice, num_cached_tokens=num_cached_tokens)
+
+    async def first_tokens(self, *choices: PromptChoice, num_cached_tokens: int = 0) -> None:
         request = self.prompt_request
         answer = PromptResponse(
             request_id=request.request_id,
-            token=token(0, token_id, logprobs),
+            choices=choices,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
-            finish_reason=finish_reason,
         )
         await self.answer(200, msgspec.json.encode(answer))
 
@@ -108,12 +112,14 @@ class Call:
 
 
 class MockEngine:
-    """One engine; `script` answers its generation calls, and every call is kept in `calls`."""
+    """One engine; `script` answers its generation calls, and every one of them is kept in `calls`."""
 
     def __init__(self, role: EngineRole, script: Script) -> None:
         self.role = role
         self.script = script
         self.calls: list[Call] = []
+        self.withdrawn: list[str] = []
+        """Hand-over ids that the proxy wants no more."""
         self.is_ready = True
         self.num_connections = 0
         self.info = EngineInfo(
@@ -146,6 +152,11 @@ class MockEngine:
         call = Call(scope["path"], body, send, arrived_s=asyncio.get_running_loop().time())
         if scope["method"] == "GET":
             await self._answer_probe(call)
+            return
+        if scope["method"] == "DELETE":
+            self.withdrawn.append(call.path.removeprefix("/v1/handovers/"))
+            await call.send({"type": "http.response.start", "status": 204, "headers": []})
+            await call.end()
             return
         async with self._arrival:
             self.calls.append(call)

@@ -330,7 +330,7 @@ async def test_what_was_served_is_counted() -> None:
     answering = Answering("abc", num_cached_tokens=1)
     async with pair_stack(answering.prompt, answering.completion) as running:
         await running.complete()
-        await running.complete(n=2)
+        await running.complete(n=9)
         text = (await running.client.get("/metrics")).text
     for line in (
         'tandem_proxy_requests_total{endpoint="/v1/completions",status="200"} 1.0',

@@ -9,7 +9,7 @@ import pytest
 
 from tests.proxy.builders import Answering, Stack, events, ids, pair_stack, stack
 from tests.proxy.mock_engines import Call, MockEngine, Script, serving
-from wire.services import CompletionEvent, FinishReason, ServiceError
+from wire.services import CompletionEvent, FinishReason, OutputToken, PromptChoice, ServiceError
 
 BOTH_WAYS = pytest.mark.parametrize("is_streamed", [False, True])
 
@@ -134,8 +134,7 @@ async def broken_json(call: Call) -> None:
 
 
 async def wrong_index(call: Call) -> None:
-    await call.answer(200, b'{"request_id":"r","token":{"index":1,"token_id":1},"num_prompt_tokens":1,'
-                           b'"num_cached_tokens":0}')  # fmt: skip
+    await call.first_tokens(PromptChoice(token=OutputToken(index=1, token_id=1)))
 
 
 async def cut_short(call: Call) -> None:

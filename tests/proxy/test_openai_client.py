@@ -78,9 +78,10 @@ async def test_errors_are_the_sdks_exceptions(running: Stack) -> None:
         with pytest.raises(openai.NotFoundError) as missing:
             await client.completions.create(model="nope", prompt="hi")
         with pytest.raises(openai.BadRequestError) as bad:
-            await client.completions.create(model="tiny", prompt="hi", n=3)
+            await client.completions.create(model="tiny", prompt="hi", n=9)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    assert (bad.value.code, bad.value.param) == ("unsupported_parameter", "n")
+    assert (bad.value.code, bad.value.param) == ("invalid_value", "n")
+    assert "8" in bad.value.message
 
 
 async def test_a_broken_stream_raises() -> None:

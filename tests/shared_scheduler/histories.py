@@ -335,6 +335,7 @@ class Life:
         batch = outputs.batch
         if batch is None:
             self.worker.copy(outputs)
+            self.scheduler.process_outputs(outputs, np.empty(0, np.int64), now_s=0.0)
             return None
         if previous is not None and not outputs.prompt_run:
             rejected = _num_rejected(previous)

@@ -214,3 +214,18 @@ def test_a_write_into_a_shared_state_raises() -> None:
     holdings.states.pin([1])
     with pytest.raises(CorruptionError, match="a state slot that has another owner"):
         scheduler._batches.decode(scheduler._cohorts.of(holdings.rows.taken()), np.array([7], np.int32), None)
+
+
+def test_forks_leave_those_who_run_the_blocks_for_their_next_token() -> None:
+    """A hand-over of two full blocks, and room for two of five choices at a time."""
+    scheduler = Scheduler(config(engine_type=EngineType.COMPLETION, num_blocks=5))
+    worker = FakeWorker(scheduler.config)
+    parent = sequence("a", 8, max_tokens=3, ignore_eos=True)
+    scheduler.reserve_remote(parent, 0.0)
+    worker.receive(parent)
+    prompt = parent.token_ids
+    scheduler.admit_arrived(parent, next_token(prompt, 0))
+    for seed in (1, 2, 3, 4):
+        first = [next_token(prompt, seed)]
+        scheduler.fork(parent, f"b{seed}", sampling(seed, 3), output_token_ids=first, now_s=0.0)
+    assert sorted(names(scheduler.schedule().sequences)) == ["a", "b1"]

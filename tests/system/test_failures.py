@@ -38,6 +38,7 @@ def leave_early(stack: RunningStack, chance: random.Random) -> None:
         "model": MODEL,
         "prompt": [chance.randrange(10, 40000) for _ in range(chance.choice((1, 40, 64, 200)))],
         "max_tokens": chance.choice((1, 2, 40)),
+        "n": chance.choice((1, 1, 3)),
         "stream": chance.random() < 0.7,
     }
     timeout = httpx.Timeout(30.0, read=chance.choice((0.001, 0.02, 0.1, 0.5)))

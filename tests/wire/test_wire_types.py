@@ -5,12 +5,15 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from wire.json_body import to_json
-from wire.sampling import SamplingParams
+from wire.sampling import MAX_SEED, SamplingParams
 from wire.services import (
     CompletionEvent,
     CompletionRequest,
     OutputToken,
+    PromptChoice,
     PromptEngineAddress,
+    PromptRequest,
+    PromptResponse,
     ServiceError,
     TokenLogprobs,
 )
@@ -19,17 +22,29 @@ REQUEST = CompletionRequest(
     request_id="r",
     prompt_token_ids=(1, 2),
     sampling=SamplingParams(max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,)),
+    num_completions=3,
     handover_id="h",
     prompt_engine=PromptEngineAddress(engine_id="e", epoch=2**62, control_address="tcp://127.0.0.1:1"),
 )
 LOGPROBS = TokenLogprobs(logprob=-0.5, top_token_ids=(5,), top_logprobs=(-0.5,))
 EVENT = CompletionEvent(
+    choice=2,
     tokens=(OutputToken(index=1, token_id=5, logprobs=LOGPROBS),),
     error=ServiceError(message="m", type="t"),
 )
 
+FIRST_TOKENS = PromptResponse(
+    request_id="r",
+    choices=(
+        PromptChoice(token=OutputToken(index=0, token_id=5, logprobs=LOGPROBS)),
+        PromptChoice(token=OutputToken(index=0, token_id=2), finish_reason="stop"),
+    ),
+    num_prompt_tokens=2,
+    num_cached_tokens=0,
+)
 
-@pytest.mark.parametrize("value", [REQUEST, EVENT])
+
+@pytest.mark.parametrize("value", [REQUEST, EVENT, FIRST_TOKENS])
 def test_json_read_by_pydantic_and_msgpack_read_by_msgspec_give_the_value_back(value: object) -> None:
     assert TypeAdapter(type(value)).validate_json(to_json(value)) == value
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value)) == value
@@ -54,3 +69,37 @@ def test_sampling_out_of_range_is_refused_naming_the_field(field: str, value: fl
     encoded = msgspec.json.encode({"max_tokens": 1, field: value})
     with pytest.raises((msgspec.ValidationError, ValidationError)):
         msgspec.json.decode(encoded, type=SamplingParams)
+
+
+@pytest.mark.parametrize("num_completions", [0, 9, -1])
+def test_another_number_of_choices_is_refused_naming_the_limit(num_completions: int) -> None:
+    sampling = SamplingParams(max_tokens=1)
+    for body in (PromptRequest, CompletionRequest):
+        with pytest.raises(ValueError, match="num_completions must be between 1 and 8"):
+            body(
+                request_id="r",
+                handover_id="h",
+                prompt_token_ids=(1,),
+                sampling=sampling,
+                num_completions=num_completions,
+            )
+
+
+def test_the_first_choice_keeps_the_seed_and_the_others_get_their_own() -> None:
+    """The numbers are a part of the protocol: both engines of a pair, of any version, must find the same."""
+    sampling = SamplingParams(max_tokens=1, seed=7)
+    assert sampling.of_choice(0) is sampling
+    assert [sampling.of_choice(choice).seed for choice in (1, 2)] == [
+        2174948161648732372,
+        2888775511750995287,
+    ]
+
+
+def test_no_two_choices_of_neighbouring_seeds_share_theirs() -> None:
+    seeds = [
+        SamplingParams(max_tokens=1, seed=seed).of_choice(choice).seed
+        for seed in (*range(200), MAX_SEED)
+        for choice in range(8)
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)

@@ -2,7 +2,7 @@
 
 from engine.ipc import AddRequest, EngineStats, Ready, RequestOutput
 from wire.sampling import SamplingParams
-from wire.services import OutputToken
+from wire.services import FinishReason, OutputToken
 
 STATS = EngineStats(num_waiting=0, num_running=0, num_free_blocks=7, num_usable_blocks=7)
 
@@ -26,4 +26,5 @@ def add(request_id: str = "a") -> AddRequest:
 
 def token_output(request_id: str, index: int, *, is_last: bool = False) -> RequestOutput:
     token = OutputToken(index=index, token_id=10 + index)
-    return RequestOutput(request_id=request_id, tokens=(token,), finish_reason="length" if is_last else None)
+    reason: FinishReason | None = "length" if is_last else None
+    return RequestOutput(request_id=request_id, tokens=(token,), finish_reason=reason, is_last=is_last)
