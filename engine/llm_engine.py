@@ -25,7 +25,7 @@ from shared_scheduler import (
     SequenceStatus,
     StepResults,
 )
-from wire.services import OutputToken, ServiceError
+from wire.services import OutputToken, ServiceError, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +258,21 @@ def report_results(
     outputs: SchedulerOutputs, results: StepResults, sampled: SampledTokens
 ) -> list[RequestOutput]:
     """One output for each sequence that got tokens or ended with this step's results."""
+    new = zip(outputs.sequences, results.offsets.tolist(), results.num_appended.tolist(), strict=True)
     reports = [
         RequestOutput(
             request_id=sequence.request_id,
-            tokens=new_tokens(sequence, index, results, sampled),
+            tokens=new_tokens(
+                sequence,
+                results.token_ids[start : start + num_new].tolist(),
+                None if sampled.logprobs is None else sampled.logprobs.row(index),
+            ),
             finish_reason=sequence.finish_reason,
             num_cached_tokens=sequence.cache.hit_tokens,
             is_last=sequence.finish_reason is not None,
         )
-        for index, sequence in enumerate(outputs.sequences)
-        if results.num_appended[index]
+        for index, (sequence, start, num_new) in enumerate(new)
+        if num_new
     ]
     reported = {report.request_id for report in reports}
     reports += [report_end(s) for s in results.finished if s.request_id not in reported]
@@ -275,14 +280,11 @@ def report_results(
 
 
 def new_tokens(
-    sequence: Sequence, index: int, results: StepResults, sampled: SampledTokens
+    sequence: Sequence, token_ids: list[int], logprobs: TokenLogprobs | None
 ) -> tuple[OutputToken, ...]:
-    """The tokens that the step appended to its sequence number `index`."""
-    num_new = int(results.num_appended[index])
-    start = int(results.offsets[index])
-    first_index = sequence.num_output_tokens - num_new
-    logprobs = None if sampled.logprobs is None else sampled.logprobs.row(index)
+    """The tokens a step appended to `sequence`, with their output indices."""
+    first_index = sequence.num_output_tokens - len(token_ids)
     return tuple(
-        OutputToken(index=first_index + i, token_id=int(token_id), logprobs=logprobs)
-        for i, token_id in enumerate(results.token_ids[start : start + num_new])
+        OutputToken(index=index, token_id=token_id, logprobs=logprobs)
+        for index, token_id in enumerate(token_ids, first_index)
     )
