@@ -111,7 +111,7 @@ class LLMEngine:
             self._choices.check(request)
             self._role.start(request, sequence, self._clock())
         except RequestError as error:
-            failure = ServiceError(message=str(error), type="invalid_request_error", param="request_id")
+            failure = ServiceError(message=str(error), type="invalid_request_error")
             self._refused.append(
                 RequestOutput(
                     request_id=request.request_id, failure=RequestFailure(400, failure), is_last=True

@@ -121,12 +121,21 @@ def test_a_stalled_read_keeps_its_blocks_until_it_is_fenced(checkpoint: Path) ->
         pair.run_until_drained()
 
 
-def test_a_request_id_or_handover_id_in_use_is_refused(checkpoint: Path) -> None:
+def test_a_handover_id_in_use_is_refused_and_the_first_request_goes_on(checkpoint: Path) -> None:
+    expected = run_normal(checkpoint, {"a": [5, 6, 7]}, greedy(3))
     with engine_pair(checkpoint) as pair:
         pair.add("a", [5, 6, 7], greedy(3))
-        pair.add_prompt("a", [5, 6, 7], greedy(3))
-        pair.prompt.engine.poll()
+        for add, engine in (
+            (pair.add_prompt, pair.prompt.engine),
+            (pair.add_completion, pair.completion.engine),
+        ):
+            add("a", [5, 6, 7], greedy(3))
+            (refusal,) = engine.poll()
+            assert refusal.failure is not None
+            assert refusal.failure.status == 400
+            assert "'handover-a' is in use" in refusal.failure.error.message
         pair.run_until(lambda: ended(pair, "a"), "the first one's answer")
+        assert pair.answer("a") == expected["a"]
         pair.run_until_drained()
 
 
