@@ -5,7 +5,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from wire.json_body import to_json
-from wire.sampling import MAX_SEED, SamplingParams
+from wire.sampling import MAX_SEED, SamplingParams, StructuredOutput, StructureKind
 from wire.services import (
     CompletionEvent,
     CompletionRequest,
@@ -21,7 +21,17 @@ from wire.services import (
 REQUEST = CompletionRequest(
     request_id="r",
     prompt_token_ids=(1, 2),
-    sampling=SamplingParams(max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,)),
+    sampling=SamplingParams(
+        max_tokens=3,
+        temperature=0.5,
+        min_p=0.1,
+        seed=7,
+        repetition_penalty=1.5,
+        logit_bias=((5, -100.0), (6, 2.5)),
+        structured=StructuredOutput(kind="choice", value='["yes", "no"]'),
+        stop_token_ids=(9,),
+        min_tokens=2,
+    ),
     num_completions=3,
     handover_id="h",
     prompt_engine=PromptEngineAddress(engine_id="e", epoch=2**62, control_address="tcp://127.0.0.1:1"),
@@ -61,14 +71,27 @@ def test_json_read_by_pydantic_and_msgpack_read_by_msgspec_give_the_value_back(v
         ("top_p", 1.5),
         ("seed", -1),
         ("logprobs", 21),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("min_tokens", 2),
+        ("logit_bias", ((5, 100.5),)),
+        ("logit_bias", ((5, 1.0), (5, 2.0))),
     ],
 )
-def test_sampling_out_of_range_is_refused_naming_the_field(field: str, value: float) -> None:
+def test_sampling_out_of_range_is_refused_naming_the_field(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{"max_tokens": 1, field: value})
     encoded = msgspec.json.encode({"max_tokens": 1, field: value})
     with pytest.raises((msgspec.ValidationError, ValidationError)):
         msgspec.json.decode(encoded, type=SamplingParams)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("json_schema", ""), ("json_object", "{}")])
+def test_a_structure_has_the_value_its_kind_needs(kind: StructureKind, value: str) -> None:
+    with pytest.raises(ValueError, match=kind):
+        StructuredOutput(kind=kind, value=value)
 
 
 @pytest.mark.parametrize("num_completions", [0, 9, -1])
