@@ -31,7 +31,7 @@ def create_app(role: EngineRole, supervisor: EngineSupervisor, max_body_bytes: i
         check_role(role, body)
         link = supervisor.link
         assert supervisor.engine is not None, "a link exists only while the engine is ready"
-        check_limits(supervisor.engine, body.prompt_token_ids, body.sampling)
+        check_limits(supervisor.engine, body.prompt_token_ids, body.sampling, body.num_replayed_tokens)
         return EventStream(events(role, link, engine_request(body), metrics))
 
     return app
@@ -58,6 +58,7 @@ def engine_request(body: CompletionRequest) -> AddRequest:
         prompt_token_ids=body.prompt_token_ids,
         sampling=body.sampling,
         num_completions=body.num_completions,
+        num_replayed_tokens=body.num_replayed_tokens,
         handover_id=body.handover_id,
         prompt_engine=body.prompt_engine,
     )

@@ -111,11 +111,11 @@ class CompletionHandover:
     def _on_offered(self, arrival: Arrival, offer: Offered) -> list[RequestOutput]:
         if arrival.stage != "asked":
             return []
-        num_prompt_tokens = arrival.sequence.num_prompt_tokens
-        if offer.num_tokens != num_prompt_tokens:
+        num_tokens = arrival.sequence.num_tokens
+        if offer.num_tokens != num_tokens:
             message = (
                 f"the prompt engine holds {offer.num_tokens} tokens under this hand-over id, "
-                f"the request has {num_prompt_tokens}"
+                f"the request has {num_tokens}"
             )
             return [self._give_up(arrival, 409, "handover_mismatch", message)]
         mismatch = self._choices.mismatch(arrival.sequence, offer.first_tokens)
@@ -134,7 +134,7 @@ class CompletionHandover:
                 break
             if status is AllocStatus.NEVER:
                 message = (
-                    f"{arrival.sequence.num_prompt_tokens} prompt tokens never fit this engine's KV pool "
+                    f"{arrival.sequence.num_tokens} prompt tokens never fit this engine's KV pool "
                     "(--kv-bytes)"
                 )
                 failures.append(self._give_up(arrival, 400, "context_length_exceeded", message))

@@ -19,6 +19,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: SamplingParams
     num_completions: int = 1
     """Choice i is sampled as `sampling.of_choice(i)`."""
+    num_replayed_tokens: int = 0
+    """The last so many of `prompt_token_ids` are output already; only with one completion."""
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.activity import ActivityLog
 from engine.choices import Choices, FirstDraws
 from engine.copies import has_copies
@@ -101,12 +103,7 @@ class LLMEngine:
 
     def add(self, request: AddRequest) -> None:
         """Take a request in; one that cannot be served is answered by the next `poll` or `step`."""
-        sequence = Sequence(
-            request.request_id,
-            request.prompt_token_ids,
-            request.sampling,
-            block_size=self._scheduler.config.block_size,
-        )
+        sequence = self._sequence(request)
         try:
             self._choices.check(request)
             self._role.start(request, sequence, self._clock())
@@ -119,6 +116,18 @@ class LLMEngine:
             )
         else:
             self._choices.add(request)
+
+    def _sequence(self, request: AddRequest) -> Sequence:
+        """Replayed tokens are output, as those of a preempted sequence: computed again, never sampled."""
+        num_prompt_tokens = len(request.prompt_token_ids) - request.num_replayed_tokens
+        sequence = Sequence(
+            request.request_id,
+            request.prompt_token_ids[:num_prompt_tokens],
+            request.sampling,
+            block_size=self._scheduler.config.block_size,
+        )
+        sequence.store_tokens(np.array(request.prompt_token_ids[num_prompt_tokens:], np.int32))
+        return sequence
 
     def abort(self, request_id: str) -> None:
         """The client is gone: end every choice of the request."""

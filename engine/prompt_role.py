@@ -83,7 +83,7 @@ class PromptHandover:
         self._source.offer(
             Offer(
                 handover_id=handover_id,
-                num_tokens=sequence.num_prompt_tokens,
+                num_tokens=sequence.cache.num_tokens,
                 block_ids=sequence.cache.block_table,
                 state_slot=sequence.cache.state_id,
                 first_tokens=self._choices.starts(sequence),

@@ -57,13 +57,14 @@ async def prefill(supervisor: EngineSupervisor, body: PromptRequest) -> PromptRe
     """Have the engine prefill the prompt and sample first tokens; leaving early aborts the request."""
     link = supervisor.link
     assert supervisor.engine is not None, "a link exists only while the engine is ready"
-    check_limits(supervisor.engine, body.prompt_token_ids, body.sampling)
+    check_limits(supervisor.engine, body.prompt_token_ids, body.sampling, body.num_replayed_tokens)
     command = AddRequest(
         request_id=body.request_id,
         handover_id=body.handover_id,
         prompt_token_ids=body.prompt_token_ids,
         sampling=body.sampling,
         num_completions=body.num_completions,
+        num_replayed_tokens=body.num_replayed_tokens,
     )
     outputs: list[RequestOutput] = []
     with link.open_stream(command) as stream:
@@ -80,6 +81,6 @@ async def prefill(supervisor: EngineSupervisor, body: PromptRequest) -> PromptRe
     return PromptResponse(
         request_id=body.request_id,
         choices=tuple(PromptChoice(token=o.tokens[0], finish_reason=o.finish_reason) for o in outputs),
-        num_prompt_tokens=len(body.prompt_token_ids),
+        num_prompt_tokens=len(body.prompt_token_ids) - body.num_replayed_tokens,
         num_cached_tokens=outputs[0].num_cached_tokens,
     )

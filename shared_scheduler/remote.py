@@ -1,6 +1,7 @@
 """COMPLETION engines: sequences whose KV is still with a prompt engine.
 
-1. `reserve` takes blocks for the whole prompt and a slot; the sequence waits in `remote`.
+1. `reserve` takes blocks for all its tokens (the prompt, and what was generated elsewhere) and a slot; the
+   sequence waits in `remote`.
 2. A transfer, which is the caller's business, fills them.
 3. `admit` appends the first token, sampled by the prompt engine, and moves it to `prompted`; or `drop`
    gives everything back once no read is in flight any more.
@@ -48,7 +49,7 @@ class RemoteArrivals:
     def admit(self, sequence: Sequence, first_token_id: int) -> None:
         self._take(sequence)
         self._queues.prompted.append(sequence)
-        sequence.cache.set_num_tokens(sequence.num_prompt_tokens)
+        sequence.cache.set_num_tokens(sequence.num_tokens)
         if not sequence.is_finished:
             sequence.append_token(first_token_id)
             self._results.check_stop(sequence, first_token_id, sequence.num_tokens)
@@ -84,7 +85,7 @@ class RemoteArrivals:
         taken = rows.taken()
         length = np.minimum(rows.num_tokens[taken] + ahead, rows.end_length[taken] - 1)
         growth = -(-length // self._config.block_size) - rows.num_blocks[taken]
-        end = min(newcomer.num_tokens + newcomer.sampling.max_tokens, self._config.max_model_len + 1)
+        end = min(newcomer.num_prompt_tokens + newcomer.sampling.max_tokens, self._config.max_model_len + 1)
         own = self._blocks(min(newcomer.num_tokens + ahead, end - 1)) - newcomer.num_blocks_needed()
         return max(int(growth.max(initial=0)), own)
 

@@ -60,6 +60,22 @@ def check_num_completions(num_completions: int) -> None:
         raise ValueError(f"num_completions must be between 1 and {MAX_COMPLETIONS}, got {num_completions}")
 
 
+def check_replay(
+    num_replayed_tokens: int,
+    prompt_token_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    num_completions: int,
+) -> None:
+    """`ValueError` where the last prompt ids cannot be the beginning of a completion that goes on."""
+    if not 0 <= num_replayed_tokens <= max(0, min(len(prompt_token_ids), sampling.max_tokens) - 1):
+        raise ValueError(
+            f"num_replayed_tokens must leave a prompt and a token of max_tokens {sampling.max_tokens} to "
+            f"generate, got {num_replayed_tokens} of {len(prompt_token_ids)} ids"
+        )
+    if num_replayed_tokens and num_completions > 1:
+        raise ValueError(f"num_replayed_tokens needs num_completions 1, got {num_completions}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRequest:
     """Body of `POST /v1/prompt`.
@@ -72,9 +88,13 @@ class PromptRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     num_completions: int = 1
+    num_replayed_tokens: int = 0
+    """The last so many of `prompt_token_ids` were generated elsewhere: output 0 and on of a completion that
+    goes on here. They count against `max_tokens`, and the next output index is this number."""
 
     def __post_init__(self) -> None:
         check_num_completions(self.num_completions)
+        check_replay(self.num_replayed_tokens, self.prompt_token_ids, self.sampling, self.num_completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +132,14 @@ class CompletionRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     num_completions: int = 1
+    num_replayed_tokens: int = 0
+    """As in `PromptRequest`; the indices that are streamed begin that much later."""
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
 
     def __post_init__(self) -> None:
         check_num_completions(self.num_completions)
+        check_replay(self.num_replayed_tokens, self.prompt_token_ids, self.sampling, self.num_completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

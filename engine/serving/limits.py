@@ -10,10 +10,15 @@ UNSUPPORTED = (
 )  # fmt: skip
 
 
-def check_limits(engine: Ready, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
+def check_limits(
+    engine: Ready,
+    prompt_token_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    num_replayed_tokens: int = 0,
+) -> None:
     """Raise `InvalidRequest` naming the field when this engine could never serve the request."""
-    num_prompt_tokens = len(prompt_token_ids)
-    if num_prompt_tokens == 0:
+    num_prompt_tokens = len(prompt_token_ids) - num_replayed_tokens
+    if not prompt_token_ids:
         raise InvalidRequest("prompt_token_ids must not be empty", param="prompt_token_ids")
     if not 0 <= min(prompt_token_ids) <= max(prompt_token_ids) < engine.vocab_size:
         raise InvalidRequest(

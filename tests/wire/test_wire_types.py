@@ -126,3 +126,19 @@ def test_no_two_choices_of_neighbouring_seeds_share_theirs() -> None:
     ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed <= MAX_SEED for seed in seeds)
+
+
+@pytest.mark.parametrize(("num_replayed_tokens", "num_completions"), [(-1, 1), (3, 1), (5, 1), (2, 2)])
+def test_a_replay_that_leaves_nothing_to_do_or_is_of_several_choices_is_refused(
+    num_replayed_tokens: int, num_completions: int
+) -> None:
+    for body in (PromptRequest, CompletionRequest):
+        with pytest.raises(ValueError, match="num_replayed_tokens"):
+            body(
+                request_id="r",
+                handover_id="h",
+                prompt_token_ids=(1, 2, 3),
+                sampling=SamplingParams(max_tokens=9),
+                num_completions=num_completions,
+                num_replayed_tokens=num_replayed_tokens,
+            )

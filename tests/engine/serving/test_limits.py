@@ -51,3 +51,10 @@ def test_what_no_engine_obeys_yet_is_refused_by_name(wish: dict[str, Any]) -> No
 def test_a_bias_on_a_token_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"\[0, 100\)"):
         check_limits(ready(vocab_size=100), (1,), SamplingParams(max_tokens=1, logit_bias=((100, 1.0),)))
+
+
+def test_replayed_tokens_count_against_max_tokens_once() -> None:
+    sampling = SamplingParams(max_tokens=6)
+    check_limits(ready(max_model_len=16), (1,) * 15, sampling, num_replayed_tokens=5)
+    with pytest.raises(InvalidRequest, match="exceed"):
+        check_limits(ready(max_model_len=16), (1,) * 15, sampling, num_replayed_tokens=4)
