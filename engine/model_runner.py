@@ -16,6 +16,7 @@ from engine.model.loader import load_model
 from model_files import ModelConfig, ModelFiles
 
 Int32Array = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
 
@@ -46,8 +47,13 @@ class ModelRunner:
         self.kv_pool = kv_pool
 
     @torch.inference_mode()
-    def forward(self, batch: ModelBatch) -> torch.Tensor:
-        """Logits float32 [N, vocab] of each sequence's last token; keys and values go to the pool."""
+    def forward(self, batch: ModelBatch, logit_rows: IntArray | None = None) -> torch.Tensor:
+        """Logits float32 [R, vocab] of these of the T tokens; keys and values of all go to the pool.
+
+        `logit_rows` [R], ascending; None: each sequence's last token.
+        """
+        if logit_rows is None:
+            logit_rows = np.cumsum(batch.seqlens_q) - 1
         plan = plan_attention(
             self.kv_pool.layout,
             slot_mapping=batch.slot_mapping,
@@ -59,7 +65,7 @@ class ModelRunner:
         inputs = StepInputs(
             token_ids=torch.from_numpy(batch.token_ids.astype(np.int64)),
             positions=torch.from_numpy(batch.positions.astype(np.int64)),
-            last_rows=torch.from_numpy(np.cumsum(batch.seqlens_q, dtype=np.int64) - 1),
+            logit_rows=torch.from_numpy(logit_rows.astype(np.int64)),
             attention=plan,
         )
         return self._model.forward(inputs, self.kv_pool)

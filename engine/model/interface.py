@@ -17,12 +17,12 @@ class StepInputs:
     """int64 [T]"""
     positions: torch.Tensor
     """int64 [T]"""
-    last_rows: torch.Tensor
-    """int64 [N]: the row of each sequence's last token."""
+    logit_rows: torch.Tensor
+    """int64 [R], ascending: the rows whose logits are wanted, such as each sequence's last token."""
     attention: AttentionPlan
 
 
 class DecoderModel(Protocol):
     def forward(self, inputs: StepInputs, pool: KVPool) -> torch.Tensor:
-        """Writes the tokens' keys and values to the pool; logits float32 [N, vocab] of the last rows."""
+        """Writes the tokens' keys and values to the pool; logits float32 [R, vocab] of the `logit_rows`."""
         ...

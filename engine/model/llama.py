@@ -56,7 +56,7 @@ class LlamaModel:
         for index, layer in enumerate(weights.layers):
             attended = self._attention(index, layer, hidden, rotations, inputs, pool)
             if index == last:  # nothing reads the other rows any more
-                attended, hidden = attended[inputs.last_rows], hidden[inputs.last_rows]
+                attended, hidden = attended[inputs.logit_rows], hidden[inputs.logit_rows]
             hidden.add_(layer.output(attended))
             hidden.add_(self._mlp(layer, hidden))
         return weights.head(self._norm(hidden, weights.final_norm))

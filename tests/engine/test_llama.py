@@ -115,6 +115,15 @@ def test_every_prefix_gives_the_reference_logits(tiny: Tiny) -> None:
         torch.testing.assert_close(logits, tiny.logits[end - 1], rtol=1e-4, atol=1e-4)
 
 
+def test_logits_of_rows_in_the_middle_are_those_of_the_prefix_that_ends_there(tiny: Tiny) -> None:
+    """A step that verifies drafts needs all of them."""
+    runner, rows = load_runner(tiny.path), [0, 4, 10, 14]
+    run(runner, StepOf(PROMPT[:30], 0, table(1, 45)))
+    batch = batch_of(StepOf(PROMPT, 30, table(1, 45)), block_size=BLOCK_SIZE)
+    logits = runner.forward(batch, np.array(rows))
+    torch.testing.assert_close(logits, tiny.logits[30:][rows], rtol=1e-4, atol=1e-4)
+
+
 def test_greedy_tokens_equal_generate_for_every_chunking(tiny: Tiny) -> None:
     runner = load_runner(tiny.path)
     for chunks in ([], [1], [44], [11, 12, 40], [4, 8, 16, 32], list(range(1, 45))):

@@ -16,7 +16,7 @@ from engine.ipc import AddRequest, RequestOutput
 from engine.kv_pool import KVLayout, KVPool
 from engine.model.interface import DecoderModel
 from engine.model.loader import load_model
-from engine.model_runner import ModelRunner
+from engine.model_runner import IntArray, ModelRunner
 from kv_transfer.messages import ChoiceStart
 from model_files import ModelConfig, resolve_model
 from shared_scheduler import AllocStatus, Batch, EngineType, Scheduler, Sequence
@@ -64,12 +64,12 @@ class GatedRunner(ModelRunner):
     def let_run(self, num_steps: int = 1) -> None:
         self._permits.release(num_steps)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, logit_rows: IntArray | None = None) -> torch.Tensor:
         self.started.set()
         assert self._permits.acquire(timeout=GATE_TIMEOUT_S), "the test never let this step run"
         if self.error is not None:
             raise self.error
-        logits = super().forward(batch)
+        logits = super().forward(batch, logit_rows)
         self.started.clear()
         self.kinds += "P" if batch.is_prompt else "D"
         return logits
