@@ -1,7 +1,7 @@
 """Moves a prompt's KV blocks and state slot from a prompt engine to a completion engine.
 
 `HandoverSource` and `HandoverSink` are what an engine uses; a `Transport` moves the bytes. Protocol, leases
-and fences: `messages.py`, `source_ledger.py`, `sink_session.py`, each of which opens with its lifecycle.
+and fences: `messages.py`, `source_ledger.py`, `sink_ledger.py`, each of which opens with its lifecycle.
 """
 
 from kv_transfer.events import Arrived, Failed, Offered, Reclaimable, Released, SinkEvent, SourceEvent

@@ -134,15 +134,15 @@ class HandoverSink:
         local_block_ids: Sequence[int] | BlockIds,
         local_state_slot: int | None = None,
         *,
-        skip_blocks: int = 0,
+        first_block: int = 0,
     ) -> None:
-        """After `Offered`: read all blocks but the first `skip_blocks` into `local_block_ids`, in order.
+        """After `Offered`: read the blocks from `first_block` on into `local_block_ids`, in order.
 
         The destination must stay allocated until the final event. A wrong number of blocks is `Failed` with
         reason bad_pull; a hand-over that has ended meanwhile is ignored, its event says why.
         """
         ids = as_block_ids(local_block_ids)
-        self._pump.post(lambda: self._pull(handover_id, ids, local_state_slot, skip_blocks))
+        self._pump.post(lambda: self._pull(handover_id, ids, local_state_slot, first_block))
 
     def abandon(self, handover_id: str) -> None:
         """Give up at any stage. The final event is `Reclaimable`, or the one that was already under way."""
@@ -244,10 +244,10 @@ class HandoverSink:
                 return True
         return False
 
-    def _pull(self, handover_id: str, ids: BlockIds, slot: int | None, skip_blocks: int) -> None:
+    def _pull(self, handover_id: str, ids: BlockIds, slot: int | None, first_block: int) -> None:
         session = self._owner.get(handover_id)
         if session is not None:
-            session.pull(handover_id, ids, slot, skip_blocks, self._clock())
+            session.pull(handover_id, ids, slot, first_block, self._clock())
 
     def _abandon(self, handover_id: str) -> None:
         session = self._owner.get(handover_id)

@@ -69,17 +69,17 @@ def plan_reads(
     source: SourceBlocks,
     local_ids: BlockIds,
     local_slot: int | None,
-    skip_blocks: int,
+    first_block: int,
     regions: Sequence[Region],
 ) -> list[BlockRead]:
-    """The reads that bring all but the first `skip_blocks` blocks, and the state row, to their destination.
+    """The reads that bring the blocks from `first_block` on, and the state row, to their destination.
 
     `LayoutError` if the destination does not match the source or lies outside `regions`.
     """
-    remote_ids = source.block_ids[max(0, skip_blocks) :]
-    if skip_blocks < 0 or remote_ids.size != local_ids.size:
+    remote_ids = source.block_ids[max(0, first_block) :]
+    if first_block < 0 or remote_ids.size != local_ids.size:
         raise LayoutError(
-            f"{local_ids.size} local blocks after {skip_blocks} skipped do not match the "
+            f"{local_ids.size} local blocks from block {first_block} on do not match the "
             f"{source.block_ids.size} offered"
         )
     if (local_slot is None) != (source.state_slot is None):

@@ -1,4 +1,4 @@
-"""Where one hand-over stands on the completion side; `sink_session` tells how stages follow each other."""
+"""Where one hand-over stands on the completion side; `sink_ledger` tells how stages follow each other."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,6 +28,13 @@ _REASON_AT_DEADLINE: dict[Stage, FailReason] = {
     Stage.CONFIRMING: "confirm_timeout",
 }
 
+OVERDUE: dict[FailReason, str] = {
+    "expired": "the lease was not renewed in time",
+    "offer_timeout": "the prompt was not computed before the deadline",
+    "read_timeout": "the blocks did not arrive in time",
+    "confirm_timeout": "the prompt engine did not confirm in time",
+}
+
 
 @dataclass(slots=True)
 class Handover:
@@ -41,7 +48,8 @@ class Handover:
     lease_until_s: float = 0.0
     remote_ids: BlockIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     remote_slot: int | None = None
-    read_id: int | None = None
+    read_ids: set[int] = field(default_factory=set)
+    """Reads that can still write to the destination."""
     num_bytes: int = 0
     num_local_blocks: int = 0
 

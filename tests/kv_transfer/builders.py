@@ -129,10 +129,10 @@ class Reader:
         local_ids: Sequence[int] = (7, 8),
         handover_id: str = "h",
         slot: int | None = None,
-        skip_blocks: int = 0,
+        first_block: int = 0,
     ) -> None:
         ids = np.array(local_ids, dtype=np.int32)
-        self.session.pull(handover_id, ids, slot, skip_blocks, self._pair.now_s)
+        self.session.pull(handover_id, ids, slot, first_block, self._pair.now_s)
 
     def abandon(self, handover_id: str = "h") -> None:
         self.session.abandon(handover_id, self._pair.now_s)

@@ -68,7 +68,7 @@ def test_request_before_offer_waits(pair: Pair) -> None:
 
 def test_reader_skips_blocks_it_has(pair: Pair) -> None:
     offered(pair)
-    pair.reader.pull((8,), skip_blocks=1)
+    pair.reader.pull((8,), first_block=1)
     pair.run()
     assert pair.reader.take_events() == [Arrived("h")]
     assert pair.reader.pool.holds((8,), (5,))
@@ -76,7 +76,7 @@ def test_reader_skips_blocks_it_has(pair: Pair) -> None:
 
 def test_reader_that_has_every_block_moves_nothing(pair: Pair) -> None:
     offered(pair)
-    pair.reader.pull((), skip_blocks=2)
+    pair.reader.pull((), first_block=2)
     pair.run()
     assert pair.reader.take_events() == [Arrived("h")]
     assert pair.reader.counters.bytes_read == 0
@@ -113,7 +113,7 @@ def test_many_handovers_share_one_session(pair: Pair) -> None:
 )
 def test_pull_that_does_not_fit_the_offer_fails(pair: Pair, local_ids: tuple[int, ...], skip: int) -> None:
     offered(pair)
-    pair.reader.pull(local_ids, skip_blocks=skip)
+    pair.reader.pull(local_ids, first_block=skip)
     pair.run()
     assert failure(pair).reason == "bad_pull"
     assert not pair.reader.pool.kv.any()

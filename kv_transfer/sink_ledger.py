@@ -1,0 +1,337 @@
+"""Where every hand-over with one prompt engine process stands on the completion side.
+
+No sockets, no clock: every call brings `now_s`. The life of a hand-over:
+
+1. *Requested*: the engine asked for it; the hello with its prompt engine is not over yet.
+2. *Waiting*: `Want` is sent. Kept alive by `Renew` until the prompt is computed or the deadline passes.
+3. *Offered*: `Grant` came; the lease runs and is renewed while the engine looks for blocks.
+4. *Reading*: the engine called `pull`; the destination belongs to the read.
+5. *Confirming*: every read is over, `Release(done)` is sent. Only the source's `Confirm` makes it `Arrived`.
+6. *Quarantined*: given up while a read could not be cancelled. Ends when the transport reports that
+   read over, or, after fence_after_s, by closing the connection to this peer.
+
+Every hand-over ends with exactly one of `Arrived`, `Failed(blocks_safe=True)` and `Reclaimable`.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from kv_transfer.errors import LayoutError, PeerLost, ReadError
+from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable, SinkEvent
+from kv_transfer.layout import BlockIds, Region
+from kv_transfer.messages import Confirm, Grant, LeaseRef, Release, ToSource, Unavailable, Want
+from kv_transfer.settings import TransferSettings
+from kv_transfer.sink_checks import SourceBlocks, check_grant, plan_reads
+from kv_transfer.sink_handover import OVERDUE, RENEWED, Handover, Stage
+from kv_transfer.sink_reads import Reads
+from kv_transfer.stats import SinkCounters
+from kv_transfer.transport import ReadResult
+
+logger = logging.getLogger(__name__)
+
+MAX_FAREWELLS = 4096
+
+Lose: TypeAlias = Callable[[FailReason, str, float], None]
+
+
+class SinkLedger:
+    """Sends through `send`, reports through `emit`; `lose` gives the whole peer up."""
+
+    def __init__(
+        self,
+        epoch: int,
+        block_size: int,
+        regions: Sequence[Region],
+        settings: TransferSettings,
+        counters: SinkCounters,
+        send: Callable[[ToSource], None],
+        emit: Callable[[SinkEvent], None],
+        lose: Lose,
+    ) -> None:
+        """`epoch`: the source's; `regions`: ours."""
+        self._epoch = epoch
+        self._block_size = block_size
+        self._regions = tuple(regions)
+        self._settings = settings
+        self._counters = counters
+        self._send = send
+        self._emit = emit
+        self._lose = lose
+        self._reads: Reads | None = None
+        """None until the hello is over."""
+        self._remote_regions: tuple[Region, ...] = ()
+        self._handovers: dict[str, Handover] = {}
+        self._farewells: OrderedDict[str, None] = OrderedDict()
+        """Given up before the hello was over; the source is told so that it need not wait for the lease."""
+
+    def __len__(self) -> int:
+        return len(self._handovers)
+
+    def __contains__(self, handover_id: object) -> bool:
+        return handover_id in self._handovers
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return sum(
+            handover.num_local_blocks
+            for handover in list(self._handovers.values())
+            if handover.stage is Stage.QUARANTINED
+        )
+
+    # From the session
+
+    def open(self, reads: Reads, remote_regions: tuple[Region, ...]) -> None:
+        """The hello is over: ask for what was requested until now."""
+        self._reads, self._remote_regions = reads, remote_regions
+        for handover in self._handovers.values():
+            self._want(handover)
+        for handover_id in self._farewells:
+            self._send(Release(self._epoch, handover_id, 0, "aborted"))
+        self._farewells.clear()
+
+    def lose_all(self, reason: FailReason, text: str) -> None:
+        """The peer is given up and its reads are fenced: end everything."""
+        self._reads = None
+        handovers, self._handovers = self._handovers, {}
+        if handovers:
+            logger.warning("%d hand-overs lost (%s): %s", len(handovers), reason, text)
+        for handover in handovers.values():
+            if handover.stage is Stage.QUARANTINED:
+                self._emit(Reclaimable(handover.handover_id))
+            else:
+                self._counters.failures[reason] += 1
+                self._emit(Failed(handover.handover_id, reason, text, blocks_safe=True))
+
+    def release_all(self) -> None:
+        """Tell the source that nothing of this is wanted any more."""
+        for handover in self._handovers.values():
+            if self._reads is not None and handover.stage is not Stage.QUARANTINED:
+                self._release(handover, "aborted")
+
+    # From the engine
+
+    def request(self, handover_id: str, deadline_s: float, now_s: float) -> None:
+        """`deadline_s` is the time by which the offer must be here."""
+        handover = Handover(handover_id, deadline_s, now_s)
+        self._handovers[handover_id] = handover
+        if self._reads is not None:
+            self._want(handover)
+
+    def pull(
+        self,
+        handover_id: str,
+        local_ids: BlockIds,
+        local_slot: int | None,
+        first_block: int,
+        now_s: float,
+    ) -> None:
+        handover = self._handovers.get(handover_id)
+        if handover is None or handover.stage is not Stage.OFFERED:
+            return  # it ended meanwhile, and its event says so
+        assert self._reads is not None
+        try:
+            source = SourceBlocks(handover.remote_ids, handover.remote_slot)
+            reads = plan_reads(source, local_ids, local_slot, first_block, self._regions)
+        except LayoutError as error:
+            self._fail(handover, "bad_pull", str(error), now_s)
+            return
+        self._leave_stage(handover, "queue", now_s)
+        handover.num_local_blocks = int(local_ids.size)
+        handover.num_bytes = sum(
+            int(read.local_ids.size) * self._regions[read.region].block_bytes for read in reads
+        )
+        if not reads:
+            self._confirm(handover, now_s)
+            return
+        try:
+            self._reads.start(handover, reads)
+        except PeerLost as error:
+            self._lose("peer_lost", str(error), now_s)
+            return
+        except ReadError as error:
+            self._fail(handover, "read_failed", str(error), now_s)
+            return
+        handover.stage = Stage.READING
+        handover.deadline_s = now_s + self._settings.read_deadline_s(handover.num_bytes)
+
+    def abandon(self, handover_id: str, now_s: float) -> None:
+        """Ends with `Reclaimable`; ignored if the hand-over has ended already."""
+        handover = self._handovers.get(handover_id)
+        if handover is None or handover.stage is Stage.QUARANTINED:
+            return
+        self._counters.abandoned += 1
+        if self._let_go(handover, now_s):
+            self._emit(Reclaimable(handover_id))
+
+    # From the peer, once the hello is over
+
+    def on_grant(self, message: Grant, now_s: float) -> None:
+        handover = self._handovers.get(message.handover_id)
+        if handover is None or handover.stage is not Stage.WAITING:
+            self._counters.ignored["unknown" if handover is None else "duplicate"] += 1
+            return
+        handover.generation = message.generation
+        try:
+            remote_ids = check_grant(
+                message, self._block_size, self._remote_regions, self._settings.max_blocks
+            )
+        except LayoutError as error:
+            self._fail(handover, "bad_offer", str(error), now_s)
+            return
+        self._leave_stage(handover, "wait", now_s)
+        handover.stage = Stage.OFFERED
+        handover.lease_until_s = now_s + message.ttl_s
+        handover.remote_ids = remote_ids
+        handover.remote_slot = message.state_slot
+        self._emit(
+            Offered(
+                message.handover_id,
+                message.num_tokens,
+                int(handover.remote_ids.size),
+                message.first_tokens,
+                has_state=message.state_slot is not None,
+            )
+        )
+
+    def on_unavailable(self, message: Unavailable, now_s: float) -> None:
+        handover = self._handovers.get(message.handover_id)
+        if handover is None or handover.stage is Stage.QUARANTINED:
+            self._counters.ignored["unknown"] += 1
+        elif message.generation != handover.generation:
+            self._counters.ignored["stale"] += 1
+        else:
+            reason: FailReason = "superseded" if message.reason == "released" else message.reason
+            self._fail(handover, reason, f"the prompt engine's copy is {message.reason}", now_s)
+
+    def on_confirm(self, message: Confirm, now_s: float) -> None:
+        handover = self._handovers.get(message.handover_id)
+        if (
+            handover is None
+            or handover.stage is not Stage.CONFIRMING
+            or handover.generation != message.generation
+        ):
+            if message.confirmed:
+                self._counters.ignored["unknown"] += 1
+            return  # the answer to an abort
+        if not message.confirmed:
+            reason: FailReason = (
+                "expired" if message.reason == "unknown" or message.reason == "released" else message.reason
+            )
+            self._fail(handover, reason, f"the prompt engine did not confirm: {message.reason}", now_s)
+            return
+        self._leave_stage(handover, "confirm", now_s)
+        del self._handovers[handover.handover_id]
+        self._counters.arrived += 1
+        self._emit(Arrived(handover.handover_id))
+
+    # Leases
+
+    def leases(self) -> list[LeaseRef]:
+        """What is to be renewed."""
+        return [
+            LeaseRef(handover.handover_id, handover.generation)
+            for handover in self._handovers.values()
+            if handover.stage in RENEWED
+        ]
+
+    def on_lease(self, lease: LeaseRef, until_s: float | None, now_s: float) -> None:
+        """The source's answer for one lease: it holds until then, or is gone (None)."""
+        handover = self._handovers.get(lease.handover_id)
+        if handover is None or handover.generation != lease.generation:
+            return  # ended, or granted since
+        if handover.stage not in RENEWED:
+            return
+        if until_s is None:
+            self._fail(handover, "expired", "the prompt engine no longer holds it", now_s)
+        else:
+            handover.lease_until_s = max(handover.lease_until_s, until_s)
+            self._counters.renewals += 1
+
+    # From the transport and the clock
+
+    def on_result(self, result: ReadResult, now_s: float) -> None:
+        """A read is over, and not because the peer is lost."""
+        assert self._reads is not None
+        handover = self._reads.finish(result)
+        if handover is None:
+            return
+        if handover.stage is Stage.QUARANTINED:
+            if not handover.read_ids:
+                del self._handovers[handover.handover_id]
+                self._emit(Reclaimable(handover.handover_id))
+        elif result.error is None:
+            self._leave_stage(handover, "read", now_s)
+            self._counters.bytes_read += handover.num_bytes
+            self._counters.blocks_read += handover.num_local_blocks
+            self._confirm(handover, now_s)
+        else:
+            self._fail(handover, "read_failed", result.error, now_s)
+
+    def check_deadlines(self, now_s: float) -> None:
+        """Every one is looked at; ends early if the peer is lost by it."""
+        for handover in list(self._handovers.values()):
+            reason = handover.overdue(now_s)
+            if reason is not None:
+                self._fail(handover, reason, OVERDUE[reason], now_s)
+            elif handover.stage is Stage.QUARANTINED and now_s >= handover.deadline_s:
+                self._counters.fences += 1
+                self._lose("peer_lost", "a read that was given up did not end; its connection is cut", now_s)
+                return
+
+    def check_invariants(self) -> None:
+        for handover in self._handovers.values():
+            reading = handover.stage in (Stage.READING, Stage.QUARANTINED)
+            assert reading == bool(handover.read_ids), handover
+            assert (handover.stage is Stage.REQUESTED) == (self._reads is None), handover
+            assert (handover.generation == 0) == (handover.stage in (Stage.REQUESTED, Stage.WAITING)), (
+                handover
+            )
+        if self._reads is not None:
+            self._reads.check_invariants()
+
+    # Steps
+
+    def _want(self, handover: Handover) -> None:
+        handover.stage = Stage.WAITING
+        self._send(Want(self._epoch, handover.handover_id))
+
+    def _confirm(self, handover: Handover, now_s: float) -> None:
+        handover.stage = Stage.CONFIRMING
+        handover.deadline_s = now_s + self._settings.confirm_timeout_s
+        self._release(handover, "done")
+
+    def _fail(self, handover: Handover, reason: FailReason, message: str, now_s: float) -> None:
+        self._counters.failures[reason] += 1
+        safe = self._let_go(handover, now_s)
+        self._emit(Failed(handover.handover_id, reason, message, blocks_safe=safe))
+
+    def _let_go(self, handover: Handover, now_s: float) -> bool:
+        """Tell the source; True if nothing can write to the destination any more, else quarantine."""
+        if self._reads is None:
+            self._farewells[handover.handover_id] = None
+            if len(self._farewells) > MAX_FAREWELLS:
+                self._farewells.popitem(last=False)
+        elif handover.stage is not Stage.CONFIRMING:
+            self._release(handover, "aborted")
+        if self._reads is not None and not self._reads.cancel(handover):
+            handover.stage = Stage.QUARANTINED
+            handover.deadline_s = now_s + self._settings.fence_after_s
+            return False
+        del self._handovers[handover.handover_id]
+        return True
+
+    def _release(self, handover: Handover, outcome: str) -> None:
+        self._send(
+            Release(
+                self._epoch,
+                handover.handover_id,
+                handover.generation,
+                "done" if outcome == "done" else "aborted",
+            )
+        )
+
+    def _leave_stage(self, handover: Handover, name: str, now_s: float) -> None:
+        self._counters.add_stage(name, now_s - handover.stage_since_s)
+        handover.stage_since_s = now_s
