@@ -48,17 +48,17 @@ class Choice:
         """Of the engine that prefilled, which is the first to say a number."""
         return self._num_cached_tokens or 0
 
-    async def accept(self, batch: TokenBatch) -> bool:
+    def accept(self, batch: TokenBatch) -> bool:
         self._clock.tick()
         if self._num_cached_tokens is None:
             self._num_cached_tokens = batch.num_cached_tokens
         delta = self._text.push(batch.tokens, batch.finish_reason)
-        await self._out.write(delta)
+        self._out.write(delta)
         return delta.finish_reason is None
 
 
 class ChoiceOutput(Protocol):
-    async def write(self, delta: TextDelta) -> None: ...
+    def write(self, delta: TextDelta) -> None: ...
 
 
 class StreamedChoice:
@@ -71,12 +71,12 @@ class StreamedChoice:
         self._with_logprobs = with_logprobs
         self._is_first = True
 
-    async def write(self, delta: TextDelta) -> None:
+    def write(self, delta: TextDelta) -> None:
         events = self._text_event(delta)
         if delta.finish_reason is not None:
             events += self._builder.finish_chunk(self._index, delta.finish_reason)
         if events:
-            await self._client.send_events(events)
+            self._client.send_events(events)
 
     def _text_event(self, delta: TextDelta) -> bytes:
         logprobs = delta.logprobs if self._with_logprobs else None
@@ -97,7 +97,7 @@ class WholeChoice:
         self._with_logprobs = with_logprobs
         self._finish_reason: str | None = None
 
-    async def write(self, delta: TextDelta) -> None:
+    def write(self, delta: TextDelta) -> None:
         self._texts.append(delta.text)
         self._logprobs += delta.logprobs
         self._finish_reason = delta.finish_reason

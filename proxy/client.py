@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from proxy.asgi import Receive, Scope, Send
 from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError
+from proxy.event_writer import EventWriter
 from wire.json_body import to_json
 
 LINGER_S = 2.0
@@ -18,14 +19,26 @@ class ClientGone(Exception):
 class Client:
     """Reads the request's body and writes its answer, either whole or as a stream of events."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, stall_timeout_s: float) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, stall_timeout_s: float, max_backlog_bytes: int
+    ) -> None:
+        """A stream's client may leave up to `max_backlog_bytes` unread, none for up to `stall_timeout_s`."""
         self._receive = receive
         self._send = send
         self._stall_timeout_s = stall_timeout_s
+        self._max_backlog_bytes = max_backlog_bytes
+        self._writer: EventWriter | None = None
+        self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when a stream's client is given up because it does not read."""
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.has_started = False
+        self._has_head = False
         self.headers: dict[str, str] = {}
         """Sent with whatever the answer is."""
+
+    @property
+    def has_started(self) -> bool:
+        """A status line is out, or on its way."""
+        return self._has_head or self._writer is not None
 
     def header(self, name: str) -> str | None:
         value = self._headers.get(name.lower().encode())
@@ -79,30 +92,39 @@ class Client:
         await self._drop_body()
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def send_events(self, events: bytes) -> None:
-        """Server-sent events, already framed; the first ones bring the status line with them."""
-        if not self.has_started:
+    def send_events(self, events: bytes) -> None:
+        """Server-sent events, already framed; the first ones bring the status line with them. Never waits."""
+        if self._writer is None:
+            self._writer = EventWriter(
+                self._send_part,
+                self.gave_up,
+                max_backlog_bytes=self._max_backlog_bytes,
+                stall_timeout_s=self._stall_timeout_s,
+            )
+        self._writer.put(events)
+
+    async def end_events(self, events: bytes) -> None:
+        """The last events and the end of the stream; returns when the client's connection has them."""
+        self.send_events(events)
+        assert self._writer is not None
+        await self._writer.end()
+
+    async def close(self) -> None:
+        """Send nothing more."""
+        if self._writer is not None:
+            await self._writer.close()
+
+    async def _send_part(self, data: bytes, is_last: bool) -> None:
+        if not self._has_head:
             await self._send_head(
                 200,
                 {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"},
             )
-        await self._send_part(events, is_last=False)
-
-    async def end_events(self, events: bytes) -> None:
-        """The last events and the end of the stream."""
-        await self._send_part(events, is_last=True)
-
-    async def _send_part(self, data: bytes, *, is_last: bool) -> None:
-        """A client that does not read holds its engine's tokens up; one that never reads is gone."""
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
-        except TimeoutError:
-            raise ClientGone from None
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
-        assert not self.has_started
-        self.has_started = True
+        assert not self._has_head
+        self._has_head = True
         raw = [
             (name.encode(), value.encode("latin-1")) for name, value in {**self.headers, **headers}.items()
         ]

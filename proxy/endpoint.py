@@ -6,7 +6,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 
@@ -78,7 +77,14 @@ class GenerationEndpoint:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = Client(scope, receive, send, self._services.settings.client_stall_timeout_s)
+        settings = self._services.settings
+        client = Client(
+            scope,
+            receive,
+            send,
+            stall_timeout_s=settings.client_stall_timeout_s,
+            max_backlog_bytes=settings.client_backlog_bytes,
+        )
         request_id = secrets.token_hex(16)
         given_id = client.header("x-request-id") or ""
         client.headers["x-request-id"] = given_id if _REQUEST_ID.fullmatch(given_id) else request_id
@@ -120,6 +126,8 @@ class _Exchange:
             status = "500"
             logger.exception("request_id=%s failed inside the proxy", self._request_id)
             await self._send_failure(ProxyError("the proxy failed to serve this request", code="internal"))
+        finally:
+            await self._client.close()
         services.metrics.requests.labels(self._path, status).inc()
         self._log(status)
 
@@ -130,7 +138,7 @@ class _Exchange:
         serving = asyncio.create_task(self._serve(parse(body)))
         leaving = asyncio.create_task(self._client.left())
         try:
-            await asyncio.wait((serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((serving, leaving, self._client.gave_up), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 raise ClientGone
             if serving.cancelled():
@@ -258,8 +266,7 @@ class _Exchange:
 
     async def _send_failure(self, error: ProxyError) -> None:
         if self._client.has_started:
-            with suppress(ClientGone):
-                await self._client.end_events(error_frame(error.body) + DONE)
+            await self._client.end_events(error_frame(error.body) + DONE)
             return
         if any(choice.num_tokens for choice in self._choices):
             # SDKs would repeat what has been generated once already.

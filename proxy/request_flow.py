@@ -146,7 +146,7 @@ class _PairFlow:
                 return  # the completion leg raises it
         for choice, (first, end) in enumerate(zip(answer.choices, ends, strict=True)):
             batch = TokenBatch((first.token,), end, answer.num_cached_tokens)
-            wants_more = await self._sinks[choice].accept(batch)
+            wants_more = self._sinks[choice].accept(batch)
             if wants_more and end is None:
                 self._wanted[choice] = self._sinks[choice]
         if self._wanted:
@@ -268,7 +268,7 @@ class _Relay:
         batch = first
         while True:
             for choice, part in batch.parts.items():
-                await self._pass_on(choice, part)
+                self._pass_on(choice, part)
             if not self._sinks:
                 if not self._next_index:
                     await leg.drain()
@@ -277,7 +277,7 @@ class _Relay:
                 raise batch.failure
             batch = await leg.next_batch(stall_s)
 
-    async def _pass_on(self, choice: int, part: TokenBatch) -> None:
+    def _pass_on(self, choice: int, part: TokenBatch) -> None:
         if choice not in self._next_index:
             raise EngineBroke(
                 self._engine.role, f"the engine sent tokens of choice {choice}, which is not due"
@@ -289,7 +289,7 @@ class _Relay:
         sink = self._sinks.get(choice)
         if sink is None or not (tokens or part.finish_reason is not None):
             return
-        wants_more = await sink.accept(TokenBatch(tokens, part.finish_reason, part.num_cached_tokens))
+        wants_more = sink.accept(TokenBatch(tokens, part.finish_reason, part.num_cached_tokens))
         if part.finish_reason is not None or not wants_more:
             del self._sinks[choice]
 

@@ -32,6 +32,9 @@ class ProxySettings(ProcessSettings):
     max_body_bytes: int = Field(8 << 20, gt=0, description="larger request bodies are refused with 413")
     body_timeout_s: float = Field(30.0, gt=0, description="how long a client may take to send its body")
     client_stall_timeout_s: float = Field(60.0, gt=0, description="wait for a client that does not read")
+    client_backlog_bytes: int = Field(
+        1 << 20, gt=0, description="what a stream's client may leave unread before it is given up"
+    )
     connect_timeout_s: float = Field(2.0, gt=0, description="wait for a connection to an engine")
     first_byte_timeout_s: float = Field(120.0, gt=0, description="wait for an engine's first token")
     stall_timeout_s: float = Field(60.0, gt=0, description="wait for an engine's next token")

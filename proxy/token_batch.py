@@ -22,6 +22,6 @@ class TokenBatch:
 
 
 class TokenSink(Protocol):
-    async def accept(self, batch: TokenBatch) -> bool:
-        """Take the batch; False when the answer is complete and generation should stop."""
+    def accept(self, batch: TokenBatch) -> bool:
+        """Take the batch, at once; False when the answer is complete and generation should stop."""
         ...

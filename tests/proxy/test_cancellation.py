@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 
 import pytest
 
+from proxy.asgi import Message
+from proxy.endpoint import GenerationEndpoint
+from proxy.openai_types import parse_text
 from tests.proxy.builders import Stack, ids, pair_stack, stack, text_body, until
 from tests.proxy.mock_engines import Call, MockEngine, Script
 
@@ -212,3 +216,47 @@ async def test_a_client_that_never_reads_is_given_up_and_slows_nobody() -> None:
             await (await running.engines[1].call()).client_left.wait()
         assert num_sent < 1_000_000
         await client.leave()
+
+
+class StuckReader:
+    """A client of the proxy's application whose connection takes nothing."""
+
+    def __init__(self, running: Stack) -> None:
+        self._endpoint = GenerationEndpoint("text", "/v1/completions", parse_text, running.services)
+        self._messages = [{"type": "http.request", "body": json.dumps(text_body(stream=True)).encode()}]
+
+    async def run(self) -> None:
+        await self._endpoint({"type": "http", "headers": []}, self._receive, self._send)
+
+    async def _receive(self) -> Message:
+        return self._messages.pop() if self._messages else await _never()
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await _never()
+
+
+async def _never() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+async def test_slow_readers_delay_no_fast_one_and_are_given_up_at_their_backlog() -> None:
+    async def completion(call: Call) -> None:
+        await call.accept()
+        if call.completion_request.prompt_token_ids == tuple(ids("fast")):
+            await call.tokens(1, ids("b"), finish_reason="length")
+            await call.end()
+            return
+        for position in itertools.count(1):
+            await call.tokens(position, ids("x"))
+            await asyncio.sleep(0)
+
+    async with pair_stack(first_token, completion, client_backlog_bytes=20_000) as running:
+        slow = [asyncio.create_task(StuckReader(running).run()) for _ in range(50)]
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*(running.complete(prompt="fast") for _ in range(20)))
+        assert {answer.json()["choices"][0]["text"] for answer in answers} == {"ab"}
+        async with asyncio.timeout(20):
+            await asyncio.gather(*slow)
+        assert running.metric("tandem_proxy_cancellations_total", stage="completion") == len(slow)

@@ -1,0 +1,77 @@
+"""Events go out in order and at once; a client that does not read is given up, its memory bounded."""
+
+import asyncio
+
+from proxy.event_writer import EventWriter
+
+
+class Connection:
+    """Keeps what was sent; accepts it only while it is open."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[bytes, bool]] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def send(self, data: bytes, is_last: bool) -> None:
+        await self.open.wait()
+        self.parts.append((data, is_last))
+
+
+def writer(connection: Connection, *, limit: int = 100, stall_s: float = 5.0) -> EventWriter:
+    gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    return EventWriter(connection.send, gave_up, max_backlog_bytes=limit, stall_timeout_s=stall_s)
+
+
+async def test_events_go_out_one_by_one_while_the_client_reads() -> None:
+    connection = Connection()
+    events = writer(connection)
+    for data in (b"a", b"b"):
+        events.put(data)
+        await asyncio.sleep(0)
+    await events.end()
+    assert connection.parts == [(b"a", False), (b"b", False), (b"", True)]
+
+
+async def test_what_waits_for_a_client_goes_out_as_one_part_with_the_end() -> None:
+    connection = Connection()
+    events = writer(connection)
+    connection.open.clear()
+    events.put(b"a")
+    await asyncio.sleep(0)
+    events.put(b"b")
+    events.put(b"c")
+    ending = asyncio.create_task(events.end())
+    await asyncio.sleep(0)
+    assert events.num_backlog_bytes == 3
+    connection.open.set()
+    await ending
+    assert connection.parts == [(b"a", False), (b"bc", True)]
+    assert events.num_backlog_bytes == 0
+
+
+async def test_a_client_that_leaves_too_much_unread_is_given_up() -> None:
+    connection = Connection()
+    gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    events = EventWriter(connection.send, gave_up, max_backlog_bytes=10, stall_timeout_s=5.0)
+    connection.open.clear()
+    events.put(b"x" * 10)
+    await asyncio.sleep(0)
+    assert not gave_up.done(), "what is on its way counts too, and just fits"
+    events.put(b"x")
+    assert gave_up.done()
+    async with asyncio.timeout(1):
+        await events.end()
+    await events.close()
+    assert connection.parts == []
+
+
+async def test_a_client_that_reads_nothing_for_long_is_given_up() -> None:
+    connection = Connection()
+    gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    events = EventWriter(connection.send, gave_up, max_backlog_bytes=10, stall_timeout_s=0.01)
+    connection.open.clear()
+    events.put(b"x")
+    async with asyncio.timeout(1):
+        await gave_up
+    await events.close()
