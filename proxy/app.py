@@ -23,6 +23,7 @@ from proxy.openai_responses import model_list, model_object
 from proxy.openai_types import parse_chat, parse_text
 from proxy.pairing import RoundRobin, route_at
 from proxy.preparation import Preparation
+from proxy.routes import Routes
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from wire.json_body import to_json
@@ -66,6 +67,10 @@ def engine_http_client() -> httpx.AsyncClient:
 
 
 def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient) -> ProxyServices:
+    timeouts = LegTimeouts(
+        settings.connect_timeout_s, settings.first_byte_timeout_s, settings.stall_timeout_s
+    )
+    calls = EngineCalls(http, timeouts)
     directory = EngineDirectory(
         http,
         {
@@ -75,16 +80,16 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
         },
         model=text.name,
         refresh_s=settings.refresh_s,
+        on_silent=calls.waits.give_up,
     )
-    timeouts = LegTimeouts(
-        settings.connect_timeout_s, settings.first_byte_timeout_s, settings.stall_timeout_s
-    )
+    routes = Routes(directory, RoundRobin())
     return ProxyServices(
         settings=settings,
         text=text,
         directory=directory,
-        preparation=Preparation(text, (text.name, settings.model), directory, RoundRobin()),
-        calls=EngineCalls(http, timeouts),
+        routes=routes,
+        preparation=Preparation(text, (text.name, settings.model), routes),
+        calls=calls,
         metrics=ProxyMetrics(),
         draining=Draining(),
     )

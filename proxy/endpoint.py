@@ -17,11 +17,13 @@ from proxy.engines import EngineDirectory
 from proxy.errors import EngineFailure, EngineRefused, EngineUnreachable, NotServing, ProxyError
 from proxy.legs import EngineCalls
 from proxy.metrics import ProxyMetrics
+from proxy.migration import MigrationLimits, PromptRun, Stage
 from proxy.openai_responses import DONE, Kind, ResponseBuilder, Usage, error_frame
 from proxy.openai_types import ChatRequest, TextRequest
 from proxy.pairing import Pair, Route
 from proxy.preparation import Preparation, PreparedPrompt, prompt_field
-from proxy.request_flow import PromptWork, run_prompt
+from proxy.request_flow import PromptWork
+from proxy.routes import Routes
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from proxy.text_stream import TextStream
@@ -55,6 +57,7 @@ class ProxyServices:
     settings: ProxySettings
     text: TextModel
     directory: EngineDirectory
+    routes: Routes
     preparation: Preparation
     calls: EngineCalls
     metrics: ProxyMetrics
@@ -104,6 +107,7 @@ class _Exchange:
         self._client = client
         self._request_id = request_id
         self._prompts: list[PromptChoices] = []
+        self._num_migrations = 0
         self._started_s = time.monotonic()
 
     async def run(self, parse: Callable[[bytes], ChatRequest | TextRequest]) -> None:
@@ -163,6 +167,7 @@ class _Exchange:
                 await self._run_prompts()
             except EngineFailure as failure:
                 raise _in_client_terms(failure, request) from failure
+            self._client.headers["x-tandem-migrations"] = str(self._num_migrations)
             await answer.finish(self._usage())
 
     @property
@@ -224,18 +229,21 @@ class _Exchange:
         prompt = to_run.prompt
         work = PromptWork(
             request_id=f"{self._request_id}-{index}",
-            handover_id=secrets.token_hex(16),
+            handover_id=new_handover_id(),
             prompt_token_ids=prompt.prompt_token_ids,
             sampling=prompt.sampling,
             num_completions=prompt.num_completions,
         )
-        try:
-            await run_prompt(self._services.calls, prompt.route, work, to_run.choices)
-        except EngineFailure as failure:
-            self._report(failure, prompt.route)
-            raise
+        services = self._services
+        limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)
+        run = PromptRun(services.calls, services.routes, limits, self, new_handover_id)
+        await run.run(prompt.route, work, to_run.choices)
 
-    def _report(self, failure: EngineFailure, route: Route) -> None:
+    def begun_again(self, reason: str, stage: Stage) -> None:
+        self._num_migrations += 1
+        self._services.metrics.migrations.labels(reason, stage).inc()
+
+    def leg_failed(self, failure: EngineFailure, route: Route) -> None:
         self._services.metrics.count_failure(failure)
         if failure.status < 500:
             return
@@ -275,14 +283,21 @@ class _Exchange:
 
     def _log(self, status: str) -> None:
         logger.info(
-            "request_id=%s path=%s status=%s prompt_tokens=%d completion_tokens=%d seconds=%.3f",
+            "request_id=%s path=%s status=%s prompt_tokens=%d completion_tokens=%d migrations=%d "
+            "seconds=%.3f",
             self._request_id,
             self._path,
             status,
             sum(prompt.num_prompt_tokens for prompt in self._prompts),
             sum(choice.num_tokens for choice in self._choices),
+            self._num_migrations,
             time.monotonic() - self._started_s,
         )
+
+
+def new_handover_id() -> str:
+    """Nobody can guess it."""
+    return secrets.token_hex(16)
 
 
 def _in_client_terms(failure: EngineFailure, request: ChatRequest | TextRequest) -> EngineFailure:

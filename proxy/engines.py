@@ -7,8 +7,9 @@ ejects nobody. Addresses come from the settings only.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -19,6 +20,13 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_PROBES = 3
 PROBE_TIMEOUT_S = 2.0
+
+
+class EngineStart(NamedTuple):
+    """One engine from one start to its end."""
+
+    url: str
+    epoch: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,11 @@ class Engine:
     def is_routable(self) -> bool:
         return self.is_ready and self.info is not None
 
+    @property
+    def start(self) -> EngineStart:
+        """Differs after a restart."""
+        return EngineStart(self.url, None if self.info is None else self.info.epoch)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
@@ -45,6 +58,15 @@ class FleetSnapshot:
 
     def routable(self, role: EngineRole) -> tuple[Engine, ...]:
         return tuple(engine for engine in self.engines if engine.role == role and engine.is_routable)
+
+    def without(self, starts: Collection[EngineStart]) -> "FleetSnapshot":
+        return FleetSnapshot(tuple(engine for engine in self.engines if engine.start not in starts))
+
+    def taking(self, num_tokens: int) -> "FleetSnapshot":
+        """The engines that take a prompt and its completion of so many tokens together."""
+        return FleetSnapshot(
+            tuple(e for e in self.engines if e.info is not None and e.info.max_model_len >= num_tokens)
+        )
 
     def problems(self) -> str:
         """One line on every engine that cannot be used."""
@@ -74,8 +96,11 @@ class EngineDirectory:
         *,
         model: str,
         refresh_s: float,
+        on_silent: Callable[[Engine], None] = lambda engine: None,
     ) -> None:
+        """`on_silent` is called when an engine has stopped answering, so that nobody waits for it."""
         self._http = http
+        self._on_silent = on_silent
         self._model = model
         self._refresh_s = refresh_s
         self._watched = [
@@ -142,6 +167,7 @@ class EngineDirectory:
         problem = f"{type(error).__name__}: {error}".removesuffix(": ")
         if watched.num_failed_probes < MAX_FAILED_PROBES:
             return replace(watched.engine, problem=problem)
+        self._on_silent(watched.engine)
         return replace(watched.engine, is_ready=False, problem=problem)
 
     def _mismatch(self, engine: Engine, info: EngineInfo) -> str:

@@ -79,10 +79,28 @@ class EngineFailure(ProxyError):
 
     status = 502
     reason = "failed"
+    was_taken = True
+    """The engine may have worked on the request before it failed."""
 
     def __init__(self, role: EngineRole, message: str, *, code: str | None = None) -> None:
         super().__init__(message, code=code)
         self.role = role
+
+    @property
+    def may_pass_elsewhere(self) -> bool:
+        """It is not the request's own fault: other engines may well serve it."""
+        return self.status >= 500 and self.error.code not in _OWN_FAULTS
+
+    @property
+    def is_out_of_room(self) -> bool:
+        return self.error.code == "insufficient_system_resource"
+
+    @property
+    def kind(self) -> str:
+        """What happened, as a metric's label."""
+        if self.is_out_of_room:
+            return "out_of_room"
+        return "handover" if self.is_of_handover else self.reason
 
     @property
     def is_of_handover(self) -> bool:
@@ -95,6 +113,7 @@ class EngineUnreachable(EngineFailure):
     error_type = "service_unavailable"
     code = "engine_unreachable"
     reason = "unreachable"
+    was_taken = False
 
 
 class EngineBroke(EngineFailure):
@@ -127,6 +146,8 @@ class EngineRefused(EngineFailure):
             self.error = replace(error, type=self.error_type, param=None)
 
 
+_OWN_FAULTS = frozenset({"structured_output_failed", "vision_encoder_failed"})
+
 _STATUS_BY_FINISH: dict[FinishReason, tuple[int, str]] = {
     "abort": (503, "the engine aborted the request"),
     "prompt_length_exceeded": (400, "the prompt is longer than the engine takes"),
@@ -151,6 +172,15 @@ def failure_from_finish(role: EngineRole, reason: FinishReason) -> EngineRefused
             code="context_length_exceeded" if is_client_error else reason,
         ),
     )
+
+
+def refused_at_once(
+    role: EngineRole, status: int, error: ServiceError, headers: Mapping[str, str]
+) -> EngineRefused:
+    """The error for a status line other than 200: the engine has not begun with the request."""
+    failure = EngineRefused(role, status, error, headers)
+    failure.was_taken = False
+    return failure
 
 
 def failure_from_event(role: EngineRole, error: ServiceError, status: int | None) -> EngineRefused:

@@ -6,23 +6,22 @@ prompt engine has computed outlives its call: a hand-over that nobody takes is w
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import httpx
 import msgspec
 
+from proxy.engine_waits import EngineWaits
 from proxy.engines import Engine
 from proxy.errors import (
     EngineBroke,
     EngineFailure,
-    EngineRefused,
-    EngineTooSlow,
     EngineUnreachable,
     failure_from_event,
     failure_from_finish,
+    refused_at_once,
 )
 from proxy.event_stream import EventStreamParser, EventStreamTooLong
 from proxy.token_batch import TokenBatch
@@ -35,8 +34,6 @@ from wire.services import (
     PromptResponse,
     ServiceError,
 )
-
-ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +67,7 @@ class EngineCalls:
     def __init__(self, http: httpx.AsyncClient, timeouts: LegTimeouts) -> None:
         self._http = http
         self.timeouts = timeouts
+        self.waits = EngineWaits()
         self._httpx_timeout = httpx.Timeout(None, connect=timeouts.connect_s)
         self._withdrawals: set[asyncio.Task[None]] = set()
 
@@ -81,7 +79,7 @@ class EngineCalls:
         """The first token of every choice; cancelling the call aborts the prompt."""
         timeout_s = self.timeouts.first_byte_s
         async with self._open(engine, "/v1/prompt", request, timeout_s) as response:
-            content = await _within(timeout_s, engine, response.aread())
+            content = await self.waits.within(timeout_s, engine, response.aread())
         try:
             answer = _prompt_decoder.decode(content)
         except msgspec.MsgspecError as error:
@@ -90,8 +88,11 @@ class EngineCalls:
             asked = request.num_completions
             raise EngineBroke(engine.role, f"{len(answer.choices)} choices came where {asked} were asked for")
         for choice in answer.choices:
-            if choice.token.index != 0:
-                raise EngineBroke(engine.role, f"a first token has index {choice.token.index} instead of 0")
+            if choice.token.index != request.num_replayed_tokens:
+                raise EngineBroke(
+                    engine.role,
+                    f"a first token has index {choice.token.index} instead of {request.num_replayed_tokens}",
+                )
         return answer
 
     def withdraw(self, engine: Engine, handover_id: str) -> None:
@@ -114,7 +115,7 @@ class EngineCalls:
     ) -> AsyncIterator["CompletionLeg"]:
         """A completion stream, accepted within `timeout_s`; leaving the context before its end aborts it."""
         async with self._open(engine, "/v1/completion", request, timeout_s) as response:
-            leg = CompletionLeg(engine, response)
+            leg = CompletionLeg(engine, response, self.waits)
             try:
                 yield leg
             finally:
@@ -134,7 +135,7 @@ class EngineCalls:
         )
         with _translated(engine):
             sending = self._http.send(request, stream=True)
-            response = await _within(timeout_s, engine, sending)
+            response = await self.waits.within(timeout_s, engine, sending)
             try:
                 if response.status_code != 200:
                     raise await _refusal(engine, response)
@@ -146,15 +147,16 @@ class EngineCalls:
 class CompletionLeg:
     """The tokens of one completion stream, in batches of what arrived together; its reader knows the end."""
 
-    def __init__(self, engine: Engine, response: httpx.Response) -> None:
+    def __init__(self, engine: Engine, response: httpx.Response, waits: EngineWaits) -> None:
         self._engine = engine
+        self._waits = waits
         self._chunks: AsyncGenerator[bytes] = response.aiter_raw()  # type: ignore[assignment]
         self._parser = EventStreamParser()
 
     async def next_batch(self, timeout_s: float | None) -> LegBatch:
         """At least one token or an end of a choice or of all; silence for `timeout_s` is a failure."""
         while True:
-            chunk = await _within(timeout_s, self._engine, self._read())
+            chunk = await self._waits.within(timeout_s, self._engine, self._read())
             if chunk is None:
                 raise EngineBroke(self._engine.role, "the engine's stream ended without a finish reason")
             batch = self._join(self._parser.push(chunk))
@@ -197,18 +199,6 @@ class CompletionLeg:
         return LegBatch(parts)
 
 
-async def _within(timeout_s: float | None, engine: Engine, work: Awaitable[ResultT]) -> ResultT:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await work
-    except TimeoutError:
-        raise too_slow(engine, timeout_s) from None
-
-
-def too_slow(engine: Engine, timeout_s: float | None) -> EngineTooSlow:
-    return EngineTooSlow(engine.role, f"the {engine.role} engine said nothing for {timeout_s:g} s")
-
-
 @contextmanager
 def _translated(engine: Engine) -> Iterator[None]:
     """What httpx raises, as the failure of this engine's leg."""
@@ -244,7 +234,7 @@ async def _refusal(engine: Engine, response: httpx.Response) -> EngineFailure:
         error = ServiceError(message=message, type=kind, code="engine_refused")
     if status < 400:
         return EngineBroke(engine.role, f"the {engine.role} engine answered status {status} unexpectedly")
-    return EngineRefused(engine.role, status, error, headers)
+    return refused_at_once(engine.role, status, error, headers)
 
 
 _PASSED_HEADERS = ("retry-after", "x-should-retry")

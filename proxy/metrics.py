@@ -62,6 +62,12 @@ class ProxyMetrics:
             ("role", "reason"),
             registry=registry,
         )
+        self.migrations = Counter(
+            "tandem_proxy_migrations",
+            "Prompts and streams that went on elsewhere, by what had failed and the stage: retry or stream",
+            ("reason", "stage"),
+            registry=registry,
+        )
         self.ready_engines = Gauge(
             "tandem_proxy_ready_engines", "Engines that can be used now", ("role",), registry=registry
         )

@@ -4,17 +4,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proxy.engines import EngineDirectory
 from proxy.errors import BadRequest, ContextExceeded, NotServing, UnknownModel
 from proxy.openai_types import ChatRequest, GenerationRequest, TextRequest
 from proxy.pairing import (
-    PairingPolicy,
     Route,
     explain_missing_route,
     longest_model_len,
     max_model_len,
     max_pool_tokens,
 )
+from proxy.routes import Routes
 from proxy.text_model import TextModel
 from wire.sampling import MAX_SEED, SamplingParams
 
@@ -35,26 +34,23 @@ class PreparedPrompt:
 class Preparation:
     """Holds what all requests are prepared with."""
 
-    def __init__(
-        self, text: TextModel, model_names: Sequence[str], directory: EngineDirectory, policy: PairingPolicy
-    ) -> None:
+    def __init__(self, text: TextModel, model_names: Sequence[str], routes: Routes) -> None:
         self._text = text
         self._model_names = frozenset(model_names)
-        self._directory = directory
-        self._policy = policy
+        self._routes = routes
 
     async def prepare(self, request: ChatRequest | TextRequest) -> list[PreparedPrompt]:
         """One entry per prompt; raises `BadRequest` naming the field, or `NotServing`."""
         if request.model not in self._model_names:
             raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
-        max_tokens = longest_model_len(self._directory.snapshot())
+        max_tokens = longest_model_len(self._routes.snapshot())
         if max_tokens is None:
             raise self._not_serving()
         prompts = await self._token_ids(request, max_tokens)
         return [self._prepare_prompt(request, prompt) for prompt in prompts]
 
     def _not_serving(self) -> NotServing:
-        reason = explain_missing_route(self._directory.snapshot())
+        reason = explain_missing_route(self._routes.snapshot())
         return NotServing(f"no engines can serve this request: {reason}")
 
     async def _token_ids(self, request: ChatRequest | TextRequest, max_tokens: int) -> list[tuple[int, ...]]:
@@ -85,7 +81,7 @@ class Preparation:
     ) -> PreparedPrompt:
         if not prompt_token_ids:
             raise BadRequest("the prompt is empty", param=prompt_field(request), code="invalid_value")
-        route = self._policy.choose(self._directory.snapshot())
+        route = self._routes.first()
         if route is None:
             raise self._not_serving()
         max_tokens = _max_tokens(request, len(prompt_token_ids), route)

@@ -14,11 +14,12 @@ completion engine has not taken over by then is withdrawn from the prompt engine
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from proxy.engine_waits import too_slow
 from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, EngineRefused, EngineUnreachable, failure_from_finish
-from proxy.legs import CompletionLeg, EngineCalls, LegBatch, too_slow
+from proxy.legs import CompletionLeg, EngineCalls, LegBatch
 from proxy.pairing import Pair, Route, Single
 from proxy.text_stream import EndOfText
 from proxy.token_batch import TokenBatch, TokenSink
@@ -48,6 +49,27 @@ class PromptWork:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     num_completions: int
+    num_replayed_tokens: int = 0
+    """The last so many of the ids were generated before, on other engines."""
+
+    @property
+    def num_tokens_at_end(self) -> int:
+        """Of prompt and completion together, at most."""
+        return len(self.prompt_token_ids) - self.num_replayed_tokens + self.sampling.max_tokens
+
+    def of_choice(self, choice: int) -> "PromptWork":
+        """One of several choices as a prompt of its own."""
+        request_id = f"{self.request_id}-{choice}"
+        sampling = self.sampling.of_choice(choice)
+        return replace(self, request_id=request_id, sampling=sampling, num_completions=1)
+
+    def after(self, token_ids: Sequence[int]) -> "PromptWork":
+        """The rest of a completion that has begun with these tokens."""
+        return replace(
+            self,
+            prompt_token_ids=(*self.prompt_token_ids, *token_ids),
+            num_replayed_tokens=len(token_ids),
+        )
 
 
 async def run_prompt(calls: EngineCalls, route: Route, work: PromptWork, sinks: Sequence[TokenSink]) -> None:
@@ -71,12 +93,15 @@ async def _run_single(
         prompt_token_ids=work.prompt_token_ids,
         sampling=work.sampling,
         num_completions=work.num_completions,
+        num_replayed_tokens=work.num_replayed_tokens,
     )
     timeouts = calls.timeouts
     async with calls.completion(engine, body, timeouts.first_byte_s) as leg:
         first = await leg.next_batch(timeouts.first_byte_s)
         wanted = dict(enumerate(sinks))
-        await _Relay(engine, wanted.keys(), wanted, next_index=0).run(leg, first, timeouts.stall_s)
+        await _Relay(engine, wanted.keys(), wanted, next_index=work.num_replayed_tokens).run(
+            leg, first, timeouts.stall_s
+        )
 
 
 class _PairFlow:
@@ -162,6 +187,7 @@ class _PairFlow:
             prompt_token_ids=work.prompt_token_ids,
             sampling=work.sampling,
             num_completions=work.num_completions,
+            num_replayed_tokens=work.num_replayed_tokens,
         )
         self._may_be_held = True
         try:
@@ -192,7 +218,8 @@ class _PairFlow:
                     raise first.failure
                 self._is_taken_over = True
                 await self._first_tokens_are_out.wait()
-                relay = _Relay(self._completion, self._handed_over, self._wanted, next_index=1)
+                next_index = self._work.num_replayed_tokens + 1
+                relay = _Relay(self._completion, self._handed_over, self._wanted, next_index=next_index)
                 await relay.run(leg, first, self._timeouts.stall_s)
         except EngineFailure as failure:
             self._completion_failure = failure
@@ -203,7 +230,7 @@ class _PairFlow:
     async def _open_completion_leg(self, until_end: AsyncExitStack) -> tuple[CompletionLeg, LegBatch]:
         """The leg and its first tokens, which cannot come before the prompt is computed."""
         try:
-            async with asyncio.timeout(None) as self._completion_patience:
+            async with self._calls.waits.on(self._completion, None) as self._completion_patience:
                 leg = await until_end.enter_async_context(
                     self._calls.completion(self._completion, self._completion_request(), None)
                 )
@@ -238,6 +265,7 @@ class _PairFlow:
             prompt_token_ids=self._work.prompt_token_ids,
             sampling=self._work.sampling,
             num_completions=self._work.num_completions,
+            num_replayed_tokens=self._work.num_replayed_tokens,
             handover_id=self._work.handover_id,
             prompt_engine=PromptEngineAddress(
                 engine_id=info.engine_id, epoch=info.epoch, control_address=info.control_address

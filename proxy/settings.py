@@ -39,6 +39,13 @@ class ProxySettings(ProcessSettings):
     first_byte_timeout_s: float = Field(120.0, gt=0, description="wait for an engine's first token")
     stall_timeout_s: float = Field(60.0, gt=0, description="wait for an engine's next token")
 
+    max_migrations: int = Field(
+        5, ge=0, description="how often a stream may go on elsewhere when its engines fail; 0: never"
+    )
+    migration_wait_s: float = Field(
+        15.0, ge=0, description="how long a broken stream may wait for engines that can go on with it"
+    )
+
     @field_validator("prompt_url", "completion_url", "normal_url", mode="before")
     @classmethod
     def _split_urls(cls, value: object) -> tuple[str, ...]:

@@ -32,6 +32,9 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+DEFAULTS: dict[str, object] = {"model": MODEL, "refresh_s": 60.0, "max_migrations": 0}
+"""A failure is the client's at once; tests of migration ask for it."""
+
 TOKENIZER = byte_tokenizer()
 END_ID: int = TOKENIZER.token_to_id("<|end|>")
 
@@ -118,9 +121,7 @@ async def stack(*engines: MockEngine, wait_ready: bool = True, **settings: objec
             engine.url = engine.url or await exits.enter_async_context(serving(engine))
             urls[engine.role].append(engine.url)
         values = {f"{role}_url": role_urls for role, role_urls in urls.items()}
-        app = create_app(
-            ProxySettings(**{"model": MODEL, "refresh_s": 60.0, **values, **settings}), text_model()
-        )
+        app = create_app(ProxySettings(**{**DEFAULTS, **values, **settings}), text_model())
         services: ProxyServices = app.state.services
         url = await exits.enter_async_context(serving(app, lifespan="on"))
         client = await exits.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, trust_env=False))

@@ -1,0 +1,226 @@
+"""Keeps the choices of one prompt going when engines fail under them.
+
+1. run      all choices run on the route that was prepared for them
+2. retry    it failed before any token: the whole prompt runs again, on engines that have not failed it
+3. migrate  it failed later: each unfinished choice goes on by itself on another route; its prompt and the
+            tokens that its client has are prefilled there and replayed, so nothing is generated twice
+4. give up  the failure is the request's own (4xx), attempts or time are used up, or no engines are left:
+            the failure is the client's
+
+A client that has left cancels `PromptRun.run`; nothing is tried again after that. Requests that an engine has
+taken are counted against a limit: one that kills engines must not go through all of them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from proxy.engines import Engine, EngineStart
+from proxy.errors import EngineFailure
+from proxy.legs import EngineCalls
+from proxy.pairing import Route
+from proxy.request_flow import PromptWork, run_prompt
+from proxy.token_batch import TokenBatch, TokenSink
+
+logger = logging.getLogger(__name__)
+
+MAX_RETRIES = 2
+"""Of a whole prompt, before its first token; its client may well try again itself."""
+Stage = Literal["retry", "stream"]
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationLimits:
+    max_migrations: int
+    """Of one stream; 0: a failure is the client's at once."""
+    wait_s: float
+    """How long a broken stream may wait for engines that can go on with it."""
+
+
+class RouteSource(Protocol):
+    def fresh(self, work: PromptWork, failed: frozenset[EngineStart]) -> Route | None:
+        """A route for `work` with none of the engines that have failed it; None where there is none now."""
+
+    def any(self, work: PromptWork) -> Route | None:
+        """A route for `work`, whatever has failed it."""
+
+    async def wait_for_change(self) -> None:
+        """Return when some engine has come, gone or changed."""
+
+
+class FailureObserver(Protocol):
+    def leg_failed(self, failure: EngineFailure, route: Route) -> None:
+        """Called for every failure, also for those that the client never hears of."""
+
+    def begun_again(self, reason: str, stage: Stage) -> None:
+        """A whole prompt (`retry`) or a choice in mid-stream (`stream`) goes on elsewhere."""
+
+
+class Progress:
+    """A choice's sink that remembers how far the choice is."""
+
+    def __init__(self, sink: TokenSink) -> None:
+        self._sink = sink
+        self.token_ids: list[int] = []
+        self.is_done = False
+
+    def accept(self, batch: TokenBatch) -> bool:
+        wants_more = self._sink.accept(batch)
+        self.token_ids += [token.token_id for token in batch.tokens]
+        self.is_done = batch.finish_reason is not None or not wants_more
+        return wants_more
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """One prompt and its choices, over all attempts."""
+
+    calls: EngineCalls
+    routes: RouteSource
+    limits: MigrationLimits
+    observer: FailureObserver
+    new_id: Callable[[], str]
+    """Draws hand-over ids."""
+
+    async def run(self, route: Route, work: PromptWork, sinks: Sequence[TokenSink]) -> None:
+        """Feed each choice's sink to its end; raises the `EngineFailure` that could not be helped."""
+        choices = [Progress(sink) for sink in sinks]
+        attempts = _Attempts(self)
+        attempt = work
+        while True:
+            try:
+                await run_prompt(self.calls, route, attempt, choices)
+            except EngineFailure as failure:
+                attempts.failed(failure, route)
+                if any(choice.token_ids for choice in choices):
+                    break
+                route = attempts.retry(work)
+                attempt = attempts.renamed(work)
+            else:
+                return
+        await self._migrate(attempts, work, choices)
+
+    async def _migrate(self, attempts: "_Attempts", work: PromptWork, choices: Sequence[Progress]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, choice in enumerate(choices):
+                    if not choice.is_done:
+                        group.create_task(self._go_on(attempts.copy(), work.of_choice(number), choice))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _go_on(self, attempts: "_Attempts", work: PromptWork, choice: Progress) -> None:
+        """Run one choice from where it is to its end."""
+        while not choice.is_done:
+            num_before = len(choice.token_ids)
+            if num_before >= work.sampling.max_tokens:
+                choice.accept(TokenBatch((), "length"))
+                return
+            attempt = attempts.renamed(work.after(choice.token_ids))
+            route = await attempts.migrate(attempt)
+            try:
+                await run_prompt(self.calls, route, attempt, [choice])
+            except EngineFailure as failure:
+                if len(choice.token_ids) > num_before:
+                    attempts.begin_wait()
+                attempts.failed(failure, route)
+
+
+class _Attempts:
+    """What has been tried for one choice, or for a whole prompt, and what may be tried yet."""
+
+    def __init__(self, run: PromptRun) -> None:
+        self._run = run
+        self._failed: frozenset[EngineStart] = frozenset()
+        self._last: EngineFailure | None = None
+        self._num_taken = 0
+        """Failures of engines that had taken the request."""
+        self._num_names = 0
+        self._num_tries = 0
+        """Since the stream's client got something."""
+        self._deadline_s = 0.0
+
+    def copy(self) -> "_Attempts":
+        """The same history for one of several choices."""
+        other = _Attempts(self._run)
+        other._failed, other._last, other._num_taken = self._failed, self._last, self._num_taken
+        other.begin_wait()
+        return other
+
+    def failed(self, failure: EngineFailure, route: Route) -> None:
+        """Raises the failure where nothing may follow it."""
+        self._run.observer.leg_failed(failure, route)
+        self._last = failure
+        self._num_taken += failure.was_taken
+        if not failure.may_pass_elsewhere or self._num_taken > self._run.limits.max_migrations:
+            raise failure
+        self._failed |= {engine.start for engine in route.engines if _is_suspect(engine, failure)}
+
+    def begin_wait(self) -> None:
+        """The stream's client got something: the time to find engines begins anew."""
+        self._deadline_s = asyncio.get_running_loop().time() + self._run.limits.wait_s
+        self._num_tries = 0
+
+    def retry(self, work: PromptWork) -> Route:
+        """A fresh route for a prompt without tokens; raises the last failure where there is none."""
+        assert self._last is not None
+        route = None
+        if self._num_tries < min(MAX_RETRIES, self._run.limits.max_migrations):
+            route = self._run.routes.fresh(work, self._failed)
+        if route is None:
+            raise self._last
+        self._begin("retry", work)
+        return route
+
+    async def migrate(self, work: PromptWork) -> Route:
+        """A route for a choice in mid-stream, which is worth waiting for; raises the last failure."""
+        route = self._run.routes.fresh(work, self._failed)
+        while route is None:
+            await self._pause()
+            # Engines fail for moments, too: better again there than never.
+            route = self._run.routes.fresh(work, self._failed) or self._run.routes.any(work)
+        self._begin("stream", work)
+        return route
+
+    def renamed(self, work: PromptWork) -> PromptWork:
+        """The same work under new names: engines may still be busy with the attempt before."""
+        self._num_names += 1
+        request_id = f"{work.request_id}.{self._num_names}"
+        return replace(work, request_id=request_id, handover_id=self._run.new_id())
+
+    def _begin(self, stage: Stage, work: PromptWork) -> None:
+        assert self._last is not None
+        self._num_tries += 1
+        self._run.observer.begun_again(self._last.kind, stage)
+        logger.info(
+            "request_id=%s begins again (%s) at output %d: %s",
+            work.request_id,
+            stage,
+            work.num_replayed_tokens,
+            self._last,
+        )
+
+    async def _pause(self) -> None:
+        """Until an engine changes or a moment has passed; raises the last failure at the deadline."""
+        assert self._last is not None
+        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**self._num_tries)
+        if asyncio.get_running_loop().time() + pause_s > self._deadline_s:
+            raise self._last
+        self._num_tries += 1
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._run.routes.wait_for_change()
+        except TimeoutError:
+            pass
+
+
+def _is_suspect(engine: Engine, failure: EngineFailure) -> bool:
+    """Is this engine of the failed route to be avoided?"""
+    if failure.is_out_of_room:
+        return False  # it lives, and takes the stream back when it has room
+    return failure.is_of_handover or engine.role == failure.role
