@@ -1,12 +1,17 @@
 """The two shapes of an answer: streamed as it is generated, or whole at the end."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from proxy.client import Client
+from proxy.errors import ProxyError
+from proxy.message_delta import FinishReason, MessageDelta, ToolCallDelta
+from proxy.message_parser import MessageParser
 from proxy.metrics import ProxyMetrics
-from proxy.openai_responses import DONE, Answer, ResponseBuilder, Usage
-from proxy.text_stream import TextDelta, TextStream
+from proxy.openai_responses import DONE, Answer, ResponseBuilder, ToolCall, Usage, error_frame
+from proxy.text_stream import TextStream
 from proxy.token_batch import TokenBatch
 from proxy.token_text import TokenText
 
@@ -31,13 +36,20 @@ class ChoiceClock:
 
 
 class Choice:
-    """The sink of one choice's tokens: text, counts, and whom to give the text to."""
+    """The sink of one choice's tokens: text, its parts, counts, and whom to give them to."""
 
-    def __init__(self, text: TextStream, clock: ChoiceClock, out: "ChoiceOutput") -> None:
+    def __init__(
+        self, text: TextStream, parser: MessageParser, clock: ChoiceClock, out: "ChoiceOutput", echo: str = ""
+    ) -> None:
+        """`echo`: what the choice's text begins with."""
         self._text = text
+        self._parser = parser
         self._clock = clock
         self._out = out
+        self._echo = echo
         self._num_cached_tokens: int | None = None
+        self.num_reasoning_tokens = 0
+        """Tokens that arrived while the model was thinking."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,60 +64,95 @@ class Choice:
         self._clock.tick()
         if self._num_cached_tokens is None:
             self._num_cached_tokens = batch.num_cached_tokens
-        delta = self._text.push(batch.tokens, batch.finish_reason)
+        delta = self._parser.push(self._text.push(batch.tokens, batch.finish_reason))
+        if self._parser.is_thinking or delta.reasoning:
+            self.num_reasoning_tokens += len(batch.tokens)
+        if self._echo:
+            delta, self._echo = replace(delta, content=self._echo + delta.content), ""
         self._out.write(delta)
         return delta.finish_reason is None
 
 
 class ChoiceOutput(Protocol):
-    def write(self, delta: TextDelta) -> None: ...
+    def write(self, delta: MessageDelta) -> None: ...
 
 
 class StreamedChoice:
     """Writes each delta to the client at once."""
 
-    def __init__(self, index: int, client: Client, builder: ResponseBuilder, with_logprobs: bool) -> None:
+    def __init__(self, index: int, client: Client, stream: "ChunkStream") -> None:
         self._index = index
         self._client = client
-        self._builder = builder
-        self._with_logprobs = with_logprobs
+        self._stream = stream
         self._is_first = True
 
-    def write(self, delta: TextDelta) -> None:
-        events = self._text_event(delta)
+    def write(self, delta: MessageDelta) -> None:
+        events = b""
+        if self._is_first or delta.has_parts:
+            events = self._stream.delta(self._index, delta, self._is_first)
+            self._is_first = False
         if delta.finish_reason is not None:
-            events += self._builder.finish_chunk(self._index, delta.finish_reason)
+            events += self._stream.finish(self._index, delta.finish_reason)
         if events:
             self._client.send_events(events)
 
-    def _text_event(self, delta: TextDelta) -> bytes:
-        logprobs = delta.logprobs if self._with_logprobs else None
-        if self._is_first:
-            self._is_first = False
-            return self._builder.first_chunk(self._index, delta.text, logprobs)
-        if delta.text or delta.logprobs:
-            return self._builder.text_chunk(self._index, delta.text, logprobs)
-        return b""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkStream:
+    """What the chunks of one request have in common."""
+
+    builder: ResponseBuilder
+    with_logprobs: bool
+    usage: Callable[[], Usage] | None
+    """Of the request so far, for every chunk."""
+
+    def delta(self, index: int, delta: MessageDelta, is_first: bool) -> bytes:
+        return self.builder.delta_chunk(
+            index, delta, is_first=is_first, with_logprobs=self.with_logprobs, usage=self._usage_now()
+        )
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        return self.builder.finish_chunk(index, reason, self._usage_now())
+
+    def _usage_now(self) -> Usage | None:
+        return None if self.usage is None else self.usage()
 
 
 class WholeChoice:
     """Keeps everything until the choice is finished."""
 
-    def __init__(self, with_logprobs: bool) -> None:
-        self._texts: list[str] = []
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
         self._logprobs: list[TokenText] = []
-        self._with_logprobs = with_logprobs
-        self._finish_reason: str | None = None
+        self._finish_reason: FinishReason | None = None
 
-    def write(self, delta: TextDelta) -> None:
-        self._texts.append(delta.text)
+    def write(self, delta: MessageDelta) -> None:
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            self._add_call(call)
         self._logprobs += delta.logprobs
         self._finish_reason = delta.finish_reason
 
-    def answer(self) -> Answer:
+    def _add_call(self, delta: ToolCallDelta) -> None:
+        if delta.call_id is not None and delta.name is not None:
+            assert delta.index == len(self._calls)
+            self._calls.append(ToolCall(delta.call_id, delta.name, delta.arguments))
+            return
+        call = self._calls[delta.index]
+        self._calls[delta.index] = replace(call, arguments=call.arguments + delta.arguments)
+
+    def answer(self, *, with_logprobs: bool) -> Answer:
         assert self._finish_reason is not None
-        logprobs = self._logprobs if self._with_logprobs else None
-        return Answer("".join(self._texts), self._finish_reason, logprobs)
+        return Answer(
+            text="".join(self._content),
+            finish_reason=self._finish_reason,
+            logprobs=self._logprobs if with_logprobs else None,
+            reasoning="".join(self._reasoning),
+            tool_calls=self._calls,
+        )
 
 
 class AnswerShape(Protocol):
@@ -113,22 +160,26 @@ class AnswerShape(Protocol):
 
     async def finish(self, usage: Usage) -> None: ...
 
+    def broken(self, error: ProxyError) -> bytes:
+        """The events that end a stream which cannot go on."""
+        ...
+
 
 class StreamedAnswer:
-    def __init__(
-        self, client: Client, builder: ResponseBuilder, *, with_logprobs: bool, include_usage: bool
-    ) -> None:
+    def __init__(self, client: Client, stream: ChunkStream, *, include_usage: bool) -> None:
         self._client = client
-        self._builder = builder
-        self._with_logprobs = with_logprobs
+        self._stream = stream
         self._include_usage = include_usage
 
     def choice_output(self, index: int) -> ChoiceOutput:
-        return StreamedChoice(index, self._client, self._builder, self._with_logprobs)
+        return StreamedChoice(index, self._client, self._stream)
 
     async def finish(self, usage: Usage) -> None:
-        usage_event = self._builder.usage_chunk(usage) if self._include_usage else b""
+        usage_event = self._stream.builder.usage_chunk(usage) if self._include_usage else b""
         await self._client.end_events(usage_event + DONE)
+
+    def broken(self, error: ProxyError) -> bytes:
+        return error_frame(error.body) + DONE
 
 
 class WholeAnswer:
@@ -140,9 +191,12 @@ class WholeAnswer:
 
     def choice_output(self, index: int) -> ChoiceOutput:
         assert index == len(self._choices)
-        self._choices.append(WholeChoice(self._with_logprobs))
+        self._choices.append(WholeChoice())
         return self._choices[index]
 
     async def finish(self, usage: Usage) -> None:
-        answers = [choice.answer() for choice in self._choices]
+        answers = [choice.answer(with_logprobs=self._with_logprobs) for choice in self._choices]
         await self._client.send_json(200, self._builder.whole(answers, usage))
+
+    def broken(self, error: ProxyError) -> bytes:
+        raise AssertionError("a whole answer is sent at once or not at all")

@@ -17,10 +17,10 @@ from proxy.endpoint import GenerationEndpoint, ProxyServices
 from proxy.engine_transport import EngineTransport
 from proxy.engines import EngineDirectory
 from proxy.errors import BadRequest, UnknownModel
+from proxy.generation_apis import APIS
 from proxy.legs import EngineCalls, LegTimeouts
 from proxy.metrics import ProxyMetrics
 from proxy.openai_responses import model_list, model_object
-from proxy.openai_types import parse_chat, parse_text
 from proxy.pairing import RoundRobin, route_at
 from proxy.preparation import Preparation
 from proxy.routes import Routes
@@ -96,10 +96,9 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
 
 
 def _add_generation(app: FastAPI, services: ProxyServices) -> None:
-    chat = GenerationEndpoint("chat", "/v1/chat/completions", parse_chat, services)
-    text = GenerationEndpoint("text", "/v1/completions", parse_text, services)
-    app.router.routes.append(Route("/v1/chat/completions", endpoint=chat, methods=["POST"]))
-    app.router.routes.append(Route("/v1/completions", endpoint=text, methods=["POST"]))
+    for api in APIS:
+        endpoint = GenerationEndpoint(api, services)
+        app.router.routes.append(Route(api.path, endpoint=endpoint, methods=["POST"]))
 
 
 def _add_models(app: FastAPI, model: str) -> None:

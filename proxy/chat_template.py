@@ -3,17 +3,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from proxy.chat_messages import TemplateMessage
 from proxy.errors import BadRequest
-
-ChatMessage = Mapping[str, str]
-"""`role` and `content`, perhaps `name`."""
 
 
 class ChatTemplate:
@@ -26,18 +24,28 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(
+        self,
+        messages: Sequence[TemplateMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt's text up to where the assistant speaks; `BadRequest` when the template says no."""
         try:
             return self._template.render(
-                **self._special_tokens,
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
+                {
+                    **(variables or {}),
+                    **self._special_tokens,
+                    "messages": [dict(message) for message in messages],
+                    "add_generation_prompt": True,
+                    "tools": None if tools is None else list(tools),
+                    "documents": None,
+                }
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise BadRequest(

@@ -7,6 +7,7 @@ any other decoder goes through `Tokenizer.decode` on a short window.
 
 import codecs
 import json
+from collections.abc import Collection
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -37,10 +38,17 @@ class Vocabulary:
         self.is_byte_level = _is_byte_level(tokenizer)
         self._bytes: dict[int, bytes] = {}
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, visible_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """`visible_ids`: special tokens that are text all the same."""
+        hidden_ids = self.special_ids - visible_ids if visible_ids else self.special_ids
         if self.is_byte_level:
-            return ByteLevelDetokenizer(self)
-        return WindowDetokenizer(self._tokenizer)
+            return ByteLevelDetokenizer(self, hidden_ids)
+        return WindowDetokenizer(self._tokenizer, self.special_ids - hidden_ids)
+
+    def special_ids_of(self, tokens: Collection[str]) -> frozenset[int]:
+        """The ids of those that are special tokens here."""
+        found = (self._tokenizer.token_to_id(token) for token in tokens)
+        return frozenset(token_id for token_id in found if token_id in self.special_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token stands for, special tokens included; empty for an unknown id."""
@@ -68,12 +76,13 @@ class Vocabulary:
 class ByteLevelDetokenizer:
     """Joins the bytes of tokens and decodes them as UTF-8."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, hidden_ids: frozenset[int]) -> None:
         self._vocabulary = vocabulary
+        self._hidden_ids = hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        if token_id in self._vocabulary.special_ids:
+        if token_id in self._hidden_ids:
             return ""
         return self._decoder.decode(self._vocabulary.token_bytes(token_id))
 
@@ -87,13 +96,16 @@ class WindowDetokenizer:
     MAX_HELD_TOKENS = 8
     """Longer runs of undecodable bytes are real garbage, not a character on its way (4 bytes at most)."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, visible_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._visible_ids = visible_ids
         self._ids: list[int] = []
         self._num_context = 0
         """Ids at the start of the window whose text is out already; decoders look at their left neighbour."""
 
     def push(self, token_id: int) -> str:
+        if token_id in self._visible_ids:
+            return self.flush() + self._tokenizer.decode([token_id], skip_special_tokens=False)
         self._ids.append(token_id)
         return self._advance(is_last=False)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 
-from proxy.answers import AnswerShape, Choice, ChoiceClock, StreamedAnswer, WholeAnswer
+from proxy.answers import AnswerShape, Choice, ChoiceClock
 from proxy.asgi import Receive, Scope, Send
 from proxy.client import Client, ClientGone
 from proxy.draining import Draining
@@ -18,10 +18,10 @@ from proxy.errors import EngineFailure, EngineRefused, EngineUnreachable, NotSer
 from proxy.legs import EngineCalls
 from proxy.metrics import ProxyMetrics
 from proxy.migration import MigrationLimits, PromptRun, Stage
-from proxy.openai_responses import DONE, Kind, ResponseBuilder, Usage, error_frame
+from proxy.openai_responses import Usage
 from proxy.openai_types import ChatRequest, TextRequest
 from proxy.pairing import Pair, Route
-from proxy.preparation import Preparation, PreparedPrompt, prompt_field
+from proxy.preparation import Preparation, PreparedPrompt
 from proxy.request_flow import PromptWork
 from proxy.routes import Routes
 from proxy.settings import ProxySettings
@@ -64,19 +64,32 @@ class ProxyServices:
     draining: Draining
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerContext:
+    """What an answer is made with."""
+
+    client: Client
+    request_id: str
+    created: int
+    """Unix time."""
+    usage: Callable[[], Usage]
+    """Of what has been generated so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationApi:
+    """What sets one generation endpoint apart: its body and the shape of its answers."""
+
+    path: str
+    parse: Callable[[bytes], ChatRequest | TextRequest]
+    answer: Callable[[ChatRequest | TextRequest, AnswerContext], AnswerShape]
+
+
 class GenerationEndpoint:
     """The ASGI application behind one POST path."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        path: str,
-        parse: Callable[[bytes], ChatRequest | TextRequest],
-        services: ProxyServices,
-    ) -> None:
-        self._kind: Kind = kind
-        self._path = path
-        self._parse = parse
+    def __init__(self, api: GenerationApi, services: ProxyServices) -> None:
+        self._api = api
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,26 +104,23 @@ class GenerationEndpoint:
         request_id = secrets.token_hex(16)
         given_id = client.header("x-request-id") or ""
         client.headers["x-request-id"] = given_id if _REQUEST_ID.fullmatch(given_id) else request_id
-        exchange = _Exchange(self._kind, self._path, self._services, client, request_id)
-        await exchange.run(self._parse)
+        await _Exchange(self._api, self._services, client, request_id).run()
 
 
 class _Exchange:
     """The state of one request: how far it is, and what it has counted."""
 
-    def __init__(
-        self, kind: Kind, path: str, services: ProxyServices, client: Client, request_id: str
-    ) -> None:
-        self._kind: Kind = kind
-        self._path = path
+    def __init__(self, api: GenerationApi, services: ProxyServices, client: Client, request_id: str) -> None:
+        self._api = api
         self._services = services
         self._client = client
         self._request_id = request_id
+        self._answer: AnswerShape | None = None
         self._prompts: list[PromptChoices] = []
         self._num_migrations = 0
         self._started_s = time.monotonic()
 
-    async def run(self, parse: Callable[[bytes], ChatRequest | TextRequest]) -> None:
+    async def run(self) -> None:
         services = self._services
         status = "200"
         try:
@@ -119,7 +129,7 @@ class _Exchange:
             settings = services.settings
             body = await self._client.read_body(settings.max_body_bytes, settings.body_timeout_s)
             self._started_s = time.monotonic()
-            await self._serve_until_client_leaves(parse, body)
+            await self._serve_until_client_leaves(body)
         except ClientGone:
             status = "client_left"
             services.metrics.cancellations.labels(self._stage()).inc()
@@ -132,14 +142,12 @@ class _Exchange:
             await self._send_failure(ProxyError("the proxy failed to serve this request", code="internal"))
         finally:
             await self._client.close()
-        services.metrics.requests.labels(self._path, status).inc()
+        services.metrics.requests.labels(self._api.path, status).inc()
         self._log(status)
 
-    async def _serve_until_client_leaves(
-        self, parse: Callable[[bytes], ChatRequest | TextRequest], body: bytes
-    ) -> None:
+    async def _serve_until_client_leaves(self, body: bytes) -> None:
         """Watches the connection from the first moment on: an engine can be silent for seconds."""
-        serving = asyncio.create_task(self._serve(parse(body)))
+        serving = asyncio.create_task(self._serve(self._api.parse(body)))
         leaving = asyncio.create_task(self._client.left())
         try:
             await asyncio.wait((serving, leaving, self._client.gave_up), return_when=asyncio.FIRST_COMPLETED)
@@ -161,14 +169,18 @@ class _Exchange:
         with services.draining.admit(), services.metrics.open_requests.labels(kind).track_inprogress():
             prepared = await services.preparation.prepare(request)
             self._record_routes(prepared)
-            answer = self._answer_shape(request)
+            answer = self._answer = self._api.answer(request, self._answer_context())
             self._prompts = self._with_choices(request, prepared, answer)
             try:
                 await self._run_prompts()
             except EngineFailure as failure:
                 raise _in_client_terms(failure, request) from failure
             self._client.headers["x-tandem-migrations"] = str(self._num_migrations)
-            await answer.finish(self._usage())
+            usage = self._usage()
+            services.metrics.count_tokens(
+                usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens
+            )
+            await answer.finish(usage)
 
     @property
     def _choices(self) -> Iterator[Choice]:
@@ -181,13 +193,9 @@ class _Exchange:
             self._services.metrics.routes.labels(kind).inc()
         self._client.headers["x-tandem-route"] = ",".join(sorted(set(kinds)))
 
-    def _answer_shape(self, request: ChatRequest | TextRequest) -> AnswerShape:
-        builder = ResponseBuilder(self._kind, self._request_id, request.model, int(time.time()))
-        with_logprobs = request.num_logprobs is not None
-        if not request.stream:
-            return WholeAnswer(self._client, builder, with_logprobs=with_logprobs)
-        return StreamedAnswer(
-            self._client, builder, with_logprobs=with_logprobs, include_usage=request.include_usage
+    def _answer_context(self) -> AnswerContext:
+        return AnswerContext(
+            client=self._client, request_id=self._request_id, created=int(time.time()), usage=self._usage
         )
 
     def _with_choices(
@@ -198,20 +206,31 @@ class _Exchange:
         return [
             PromptChoices(
                 prompt,
-                [self._choice(index, request, answer) for index in islice(numbers, prompt.num_completions)],
+                [
+                    self._choice(index, request, prompt, answer)
+                    for index in islice(numbers, prompt.num_completions)
+                ],
             )
             for prompt in prepared
         ]
 
-    def _choice(self, index: int, request: ChatRequest | TextRequest, answer: AnswerShape) -> Choice:
+    def _choice(
+        self,
+        index: int,
+        request: ChatRequest | TextRequest,
+        prompt: PreparedPrompt,
+        answer: AnswerShape,
+    ) -> Choice:
+        model = self._services.text
         text = TextStream(
-            self._services.text.vocabulary,
+            model.vocabulary,
             stops=request.stop,
-            end_token_ids=self._services.text.eos_token_ids | set(request.stop_token_ids or ()),
+            end_token_ids=model.eos_token_ids | set(request.stop_token_ids or ()),
+            visible_ids=model.visible_tag_ids if prompt.form.has_parts else frozenset(),
             with_logprobs=request.num_logprobs is not None,
         )
-        clock = ChoiceClock(self._services.metrics, self._path, self._started_s)
-        return Choice(text, clock, answer.choice_output(index))
+        clock = ChoiceClock(self._services.metrics, self._api.path, self._started_s)
+        return Choice(text, prompt.form.parser(), clock, answer.choice_output(index), prompt.echo)
 
     async def _run_prompts(self) -> None:
         """All prompts at once; the first one that fails ends the others."""
@@ -256,15 +275,12 @@ class _Exchange:
             self._services.directory.suspect(engine)
 
     def _usage(self) -> Usage:
-        usage = Usage(
+        return Usage(
             num_prompt_tokens=sum(prompt.num_prompt_tokens for prompt in self._prompts),
             num_completion_tokens=sum(choice.num_tokens for choice in self._choices),
             num_cached_tokens=sum(prompt.num_cached_tokens for prompt in self._prompts),
+            num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
         )
-        self._services.metrics.count_tokens(
-            usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens
-        )
-        return usage
 
     def _stage(self) -> str:
         """What the client was waiting for."""
@@ -274,7 +290,8 @@ class _Exchange:
 
     async def _send_failure(self, error: ProxyError) -> None:
         if self._client.has_started:
-            await self._client.end_events(error_frame(error.body) + DONE)
+            assert self._answer is not None
+            await self._client.end_events(self._answer.broken(error))
             return
         if any(choice.num_tokens for choice in self._choices):
             # SDKs would repeat what has been generated once already.
@@ -286,7 +303,7 @@ class _Exchange:
             "request_id=%s path=%s status=%s prompt_tokens=%d completion_tokens=%d migrations=%d "
             "seconds=%.3f",
             self._request_id,
-            self._path,
+            self._api.path,
             status,
             sum(prompt.num_prompt_tokens for prompt in self._prompts),
             sum(choice.num_tokens for choice in self._choices),
@@ -303,7 +320,12 @@ def new_handover_id() -> str:
 def _in_client_terms(failure: EngineFailure, request: ChatRequest | TextRequest) -> EngineFailure:
     """Engines name the fields of their own bodies; clients know others."""
     if isinstance(failure, EngineRefused) and failure.error.param is not None:
-        names = {"prompt_token_ids": prompt_field(request), "sampling.max_tokens": "max_tokens"}
-        param = names.get(failure.error.param, failure.error.param.removeprefix("sampling."))
+        names = {
+            "prompt_token_ids": request.prompt_field,
+            "max_tokens": request.asked_max_tokens[0],
+            "structured": request.structured_field,
+        }
+        param = failure.error.param.removeprefix("sampling.")
+        param = names.get(param, param)
         failure.error = replace(failure.error, param=param)
     return failure

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for chatty in ("httpx", "uvicorn"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
-        text = _load_text_model(settings.model)
+        text = _load_text_model(settings)
         listening = bind_listener(settings.host, settings.port)
     except (ModelFilesError, ListenError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -49,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load_text_model(name: str) -> TextModel:
+def _load_text_model(settings: ProxySettings) -> TextModel:
     from model_files import resolve_model
 
-    return TextModel.from_files(resolve_model(name))
+    tool_format = None if settings.tool_parser == "auto" else settings.tool_parser
+    return TextModel.from_files(resolve_model(settings.model), tool_format)
 
 
 def _raise_descriptor_limit() -> None:

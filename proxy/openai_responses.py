@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from proxy.message_delta import FinishReason, MessageDelta, ToolCallDelta
 from proxy.token_text import TokenText
 from wire.json_body import to_json
 from wire.services import ErrorBody
@@ -19,6 +20,8 @@ class Usage:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
+    num_reasoning_tokens: int = 0
+    """A part of the completion."""
 
     def as_json(self) -> Json:
         return {
@@ -26,16 +29,31 @@ class Usage:
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            **self._reasoning_details(),
         }
+
+    def _reasoning_details(self) -> Json:
+        if not self.num_reasoning_tokens:
+            return {}
+        return {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One finished choice."""
 
     text: str
-    finish_reason: str
-    logprobs: Sequence[TokenText] | None
+    finish_reason: FinishReason
+    logprobs: Sequence[TokenText] | None = None
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCall] = ()
 
 
 class ResponseBuilder:
@@ -49,26 +67,35 @@ class ResponseBuilder:
         self._head = {"id": self.id, "object": object_name, "created": created, "model": model}
         self._chunk_head = {**self._head, "object": chunk_name}
 
-    def first_chunk(self, index: int, text: str, logprobs: Sequence[TokenText] | None) -> bytes:
-        """The chunk that opens a choice: a chat names its role here and nowhere else."""
+    def delta_chunk(
+        self,
+        index: int,
+        delta: MessageDelta,
+        *,
+        is_first: bool,
+        with_logprobs: bool,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """What a delta adds, but for its finish reason. A chat names its role in the first chunk only."""
+        logprobs = delta.logprobs if with_logprobs else None
         if self._is_chat:
-            return self._chat_chunk(index, {"role": "assistant", "content": text}, logprobs, None)
-        return self.text_chunk(index, text, logprobs)
+            return self._chat_chunk(index, _chat_delta(delta, is_first), logprobs, None, usage)
+        choice = {
+            "index": index,
+            "text": delta.content,
+            "logprobs": text_logprobs(logprobs),
+            "finish_reason": None,
+        }
+        return self._chunk([choice], usage)
 
-    def text_chunk(self, index: int, text: str, logprobs: Sequence[TokenText] | None) -> bytes:
+    def finish_chunk(self, index: int, finish_reason: FinishReason, usage: Usage | None = None) -> bytes:
         if self._is_chat:
-            return self._chat_chunk(index, {"content": text}, logprobs, None)
-        return self._chunk(
-            [{"index": index, "text": text, "logprobs": text_logprobs(logprobs), "finish_reason": None}]
-        )
-
-    def finish_chunk(self, index: int, finish_reason: str) -> bytes:
-        if self._is_chat:
-            return self._chat_chunk(index, {}, None, finish_reason)
-        return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}])
+            return self._chat_chunk(index, {}, None, finish_reason, usage)
+        choice = {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason}
+        return self._chunk([choice], usage)
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return self._chunk([], usage=usage.as_json())
+        return self._chunk([], usage)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         build = self._chat_choice if self._is_chat else self._text_choice
@@ -76,7 +103,16 @@ class ResponseBuilder:
         return to_json({**self._head, "choices": choices, "usage": usage.as_json()})
 
     def _chat_choice(self, index: int, answer: Answer) -> Json:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        is_only_calls = bool(answer.tool_calls) and not answer.text
+        message: Json = {
+            "role": "assistant",
+            "content": None if is_only_calls else answer.text,
+            "refusal": None,
+        }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = [_whole_call(call) for call in answer.tool_calls]
         return {
             "index": index,
             "message": message,
@@ -93,7 +129,12 @@ class ResponseBuilder:
         }
 
     def _chat_chunk(
-        self, index: int, delta: Json, logprobs: Sequence[TokenText] | None, finish_reason: str | None
+        self,
+        index: int,
+        delta: Json,
+        logprobs: Sequence[TokenText] | None,
+        finish_reason: FinishReason | None,
+        usage: Usage | None,
     ) -> bytes:
         choice = {
             "index": index,
@@ -101,10 +142,38 @@ class ResponseBuilder:
             "logprobs": chat_logprobs(logprobs),
             "finish_reason": finish_reason,
         }
-        return self._chunk([choice])
+        return self._chunk([choice], usage)
 
-    def _chunk(self, choices: list[Json], **more: Json) -> bytes:
+    def _chunk(self, choices: list[Json], usage: Usage | None) -> bytes:
+        more = {} if usage is None else {"usage": usage.as_json()}
         return frame(to_json({**self._chunk_head, "choices": choices, **more}))
+
+
+def _chat_delta(delta: MessageDelta, is_first: bool) -> Json:
+    message: Json = {"role": "assistant", "content": delta.content} if is_first else {}
+    if delta.content:
+        message["content"] = delta.content
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        message["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    # Chunks that only bring logprobs have a content, too: some clients drop chunks without one.
+    return message or {"content": ""}
+
+
+def _call_delta(call: ToolCallDelta) -> Json:
+    if call.call_id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+
+
+def _whole_call(call: ToolCall) -> Json:
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def frame(data: bytes) -> bytes:

@@ -1,10 +1,11 @@
 """From a validated body to what engines need: token ids, limits, sampling and a route per prompt."""
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from proxy.errors import BadRequest, ContextExceeded, NotServing, UnknownModel
+from proxy.message_parser import PLAIN, MessageForm
 from proxy.openai_types import ChatRequest, GenerationRequest, TextRequest
 from proxy.pairing import (
     Route,
@@ -15,7 +16,7 @@ from proxy.pairing import (
 )
 from proxy.routes import Routes
 from proxy.text_model import TextModel
-from wire.sampling import MAX_SEED, SamplingParams
+from wire.sampling import MAX_SEED, SamplingParams, StructuredOutput
 
 GREEDY_BELOW = 1e-4
 """Temperatures below this differ from 0 in nothing but overflowing logits."""
@@ -29,6 +30,16 @@ class PreparedPrompt:
     sampling: SamplingParams
     num_completions: int
     route: Route
+    form: MessageForm
+    echo: str = ""
+    """Text that each choice begins with, because the client asked for its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    token_ids: tuple[int, ...]
+    form: MessageForm = PLAIN
+    echo: str = ""
 
 
 class Preparation:
@@ -46,24 +57,39 @@ class Preparation:
         max_tokens = longest_model_len(self._routes.snapshot())
         if max_tokens is None:
             raise self._not_serving()
-        prompts = await self._token_ids(request, max_tokens)
-        return [self._prepare_prompt(request, prompt) for prompt in prompts]
+        sampling = _sampling(request, self._text.vocab_size)
+        prompts = await self._rendered(request, max_tokens)
+        return [self._prepare_prompt(request, prompt, sampling) for prompt in prompts]
 
     def _not_serving(self) -> NotServing:
         reason = explain_missing_route(self._routes.snapshot())
         return NotServing(f"no engines can serve this request: {reason}")
 
-    async def _token_ids(self, request: ChatRequest | TextRequest, max_tokens: int) -> list[tuple[int, ...]]:
-        text = self._text
+    async def _rendered(self, request: ChatRequest | TextRequest, max_tokens: int) -> list[_Rendered]:
         if isinstance(request, ChatRequest):
-            messages = [message.for_template() for message in request.messages]
-            return [await text.chat_prompt(messages, max_tokens)]
-        return [
-            await text.text_prompt(prompt, max_tokens)
-            if isinstance(prompt, str)
-            else self._checked_ids(prompt)
-            for prompt in request.prompts()
-        ]
+            return [await self._chat(request, max_tokens)]
+        prompts = request.prompts()
+        return [await self._text_prompt(prompt, bool(request.echo), max_tokens) for prompt in prompts]
+
+    async def _chat(self, request: ChatRequest, max_tokens: int) -> _Rendered:
+        text, tools = self._text, request.tool_use()
+        messages = [message.for_template() for message in request.messages]
+        prompt = await text.chat_prompt(
+            messages, max_tokens, tools=tools, variables=request.template_variables
+        )
+        # An answer whose form is given has no room for thoughts.
+        thinks = text.thinks and _structured(request) is None
+        form = MessageForm(
+            tools=tools, tool_format=text.tool_format, thinks=thinks, is_thinking=prompt.is_thinking
+        )
+        return _Rendered(prompt.token_ids, form)
+
+    async def _text_prompt(self, prompt: str | list[int], is_echoed: bool, max_tokens: int) -> _Rendered:
+        if isinstance(prompt, str):
+            token_ids = await self._text.text_prompt(prompt, max_tokens)
+            return _Rendered(token_ids, echo=prompt if is_echoed else "")
+        token_ids = self._checked_ids(prompt)
+        return _Rendered(token_ids, echo=self._text.text_of(token_ids) if is_echoed else "")
 
     def _checked_ids(self, token_ids: list[int]) -> tuple[int, ...]:
         limit = self._text.vocab_size
@@ -77,28 +103,30 @@ class Preparation:
         return tuple(token_ids)
 
     def _prepare_prompt(
-        self, request: ChatRequest | TextRequest, prompt_token_ids: tuple[int, ...]
+        self, request: ChatRequest | TextRequest, rendered: _Rendered, sampling: SamplingParams
     ) -> PreparedPrompt:
-        if not prompt_token_ids:
-            raise BadRequest("the prompt is empty", param=prompt_field(request), code="invalid_value")
+        if not rendered.token_ids:
+            raise BadRequest("the prompt is empty", param=request.prompt_field, code="invalid_value")
         route = self._routes.first()
         if route is None:
             raise self._not_serving()
-        max_tokens = _max_tokens(request, len(prompt_token_ids), route)
-        sampling = _sampling(request, max_tokens, self._text.vocab_size)
-        return PreparedPrompt(prompt_token_ids, sampling, request.n or 1, route)
+        max_tokens = _max_tokens(request, len(rendered.token_ids), route)
+        return PreparedPrompt(
+            rendered.token_ids,
+            replace(sampling, max_tokens=max_tokens, min_tokens=_min_tokens(request, max_tokens)),
+            request.n or 1,
+            route,
+            rendered.form,
+            rendered.echo,
+        )
 
 
-def prompt_field(request: ChatRequest | TextRequest) -> str:
-    return "messages" if isinstance(request, ChatRequest) else "prompt"
-
-
-def _max_tokens(request: ChatRequest | TextRequest, num_prompt_tokens: int, route: Route) -> int:
+def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, route: Route) -> int:
     """What the client asked for, or all that is left; `BadRequest` when it does not fit."""
     limit = max_model_len(route)
     if num_prompt_tokens >= limit:
-        raise ContextExceeded.of_prompt(prompt_field(request), limit, num_prompt_tokens)
-    name, asked = _asked_max_tokens(request)
+        raise ContextExceeded.of_prompt(request.prompt_field, limit, num_prompt_tokens)
+    name, asked = request.asked_max_tokens
     if asked is None:
         in_pool = max(1, max_pool_tokens(route) - num_prompt_tokens)
         return min(limit - num_prompt_tokens, in_pool)
@@ -111,22 +139,53 @@ def _max_tokens(request: ChatRequest | TextRequest, num_prompt_tokens: int, rout
     return asked
 
 
-def _asked_max_tokens(request: GenerationRequest) -> tuple[str, int | None]:
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        return "max_completion_tokens", request.max_completion_tokens
-    return "max_tokens", request.max_tokens
+def _min_tokens(request: GenerationRequest, max_tokens: int) -> int:
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise BadRequest(
+            f"min_tokens ({min_tokens}) is larger than what may be generated ({max_tokens} tokens)",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    return min_tokens
 
 
-def _sampling(request: ChatRequest | TextRequest, max_tokens: int, vocab_size: int) -> SamplingParams:
+def _structured(request: ChatRequest | TextRequest) -> StructuredOutput | None:
+    """The form that the client asked for, or that a forced call needs."""
+    structured = request.structured_output()
+    tools = request.tool_use() if isinstance(request, ChatRequest) else None
+    return tools.structured_output() if tools is not None and tools.is_forced else structured
+
+
+def _sampling(request: ChatRequest | TextRequest, vocab_size: int) -> SamplingParams:
+    """All but the limits, which depend on the prompt."""
     temperature = 1.0 if request.temperature is None else request.temperature
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=1,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=min(max(request.top_k or 0, 0), vocab_size),
         top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
         # Both legs must draw from the same noise; OpenAI's seeds are signed.
         seed=secrets.randbits(63) if request.seed is None else request.seed & MAX_SEED,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        structured=_structured(request),
         logprobs=request.num_logprobs,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
     )
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    by_id = {int(token_id): bias for token_id, bias in biases.items()}
+    for token_id in by_id:
+        if token_id >= vocab_size:
+            raise BadRequest(
+                f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size}",
+                param="logit_bias",
+                code="invalid_value",
+            )
+    return tuple(by_id.items())

@@ -24,6 +24,9 @@ class ProxySettings(ProcessSettings):
         "smollm2-135m-instruct",
         description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
     )
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="format of tool calls; auto takes the one of the model's chat template"
+    )
     prompt_url: Urls = Field((), description="base URL of a prompt service; repeatable")
     completion_url: Urls = Field((), description="base URL of a completion service; repeatable")
     normal_url: Urls = Field((), description="base URL of a NORMAL engine's service; repeatable")

@@ -30,11 +30,12 @@ class TextStream:
         *,
         stops: Sequence[str] = (),
         end_token_ids: Collection[int] = (),
+        visible_ids: frozenset[int] = frozenset(),
         with_logprobs: bool = False,
     ) -> None:
-        """`end_token_ids` end an answer and are no part of its text."""
+        """`end_token_ids` end an answer and are no part of its text; `visible_ids` are, special or not."""
         self._vocabulary = vocabulary
-        self._detokenizer = vocabulary.detokenizer()
+        self._detokenizer = vocabulary.detokenizer(visible_ids)
         self._stops = StopStrings(stops)
         self._end_token_ids = end_token_ids
         self._with_logprobs = with_logprobs

@@ -113,7 +113,9 @@ class Answering:
 
 
 @contextlib.asynccontextmanager
-async def stack(*engines: MockEngine, wait_ready: bool = True, **settings: object) -> AsyncIterator[Stack]:
+async def stack(
+    *engines: MockEngine, wait_ready: bool = True, template: str | None = TEMPLATE, **settings: object
+) -> AsyncIterator[Stack]:
     """Serve the engines and a proxy in front of them, all in this event loop."""
     async with contextlib.AsyncExitStack() as exits:
         urls: dict[str, list[str]] = {"prompt": [], "completion": [], "normal": []}
@@ -121,7 +123,7 @@ async def stack(*engines: MockEngine, wait_ready: bool = True, **settings: objec
             engine.url = engine.url or await exits.enter_async_context(serving(engine))
             urls[engine.role].append(engine.url)
         values = {f"{role}_url": role_urls for role, role_urls in urls.items()}
-        app = create_app(ProxySettings(**{**DEFAULTS, **values, **settings}), text_model())
+        app = create_app(ProxySettings(**{**DEFAULTS, **values, **settings}), text_model(template))
         services: ProxyServices = app.state.services
         url = await exits.enter_async_context(serving(app, lifespan="on"))
         client = await exits.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, trust_env=False))

@@ -43,6 +43,17 @@ def message(**fields: object) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "hi", **fields}]
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -52,7 +63,7 @@ def message(**fields: object) -> list[dict[str, Any]]:
         ({"messages": [1]}, "messages[0]", "invalid_type"),
         ({"messages": message(role="robot")}, "messages[0].role", "invalid_value"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role", "missing_required_parameter"),
-        ({"messages": [{"role": "user"}]}, "messages[0]", "missing_required_parameter"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
         ({"messages": message(content=5)}, "messages[0].content", "invalid_type"),
         ({"messages": message(content=[5])}, "messages[0].content", "unsupported_parameter"),
         (
@@ -61,7 +72,14 @@ def message(**fields: object) -> list[dict[str, Any]]:
             "unsupported_parameter",
         ),
         ({"messages": message(content=[{"type": "text"}])}, "messages[0].content", "invalid_type"),
-        ({"messages": message(role="tool")}, "messages[0]", "unsupported_parameter"),
+        ({"messages": message(role="tool")}, "messages[0].tool_call_id", "missing_required_parameter"),
+        ({"messages": message(role="function")}, "messages[0].function_call", "unsupported_parameter"),
+        ({"messages": message(tool_calls=[CALL])}, "messages[0].tool_calls", "invalid_value"),
+        (
+            {"messages": message(role="assistant", tool_calls=[{**CALL, "id": 1}])},
+            "messages[0].tool_calls[0].id",
+            "invalid_type",
+        ),
         ({"messages": message(content="x" * 300)}, "messages", "context_length_exceeded"),
         ({"max_tokens": -1}, "max_tokens", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
@@ -102,18 +120,65 @@ def message(**fields: object) -> list[dict[str, Any]]:
         ({"n": 0}, "n", "invalid_value"),
         ({"n": True}, "n", "invalid_type"),
         ({"n": 1.5}, "n", "invalid_type"),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty", "unsupported_parameter"),
-        ({"min_tokens": 3}, "min_tokens", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "unsupported_parameter"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
+        ({"tools": [tool("f"), tool("f")]}, "tools", "invalid_value"),
+        ({"tools": [tool("f")] * 129}, "tools", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "invalid_value"),
+        ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "invalid_value"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+        (
+            {
+                "tools": [tool("f")],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice",
+            "invalid_value",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "missing_required_parameter",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+            "missing_required_parameter",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "guided_regex",
+            "invalid_value",
+        ),
+        ({"guided_json": "{"}, "guided_json", "invalid_json"),
+        ({"guided_json": "[]"}, "guided_json", "invalid_value"),
+        ({"guided_choice": []}, "guided_choice", "invalid_value"),
+        ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "invalid_value"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", "invalid_value"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value"),
+        ({"logit_bias": {"1000000": 1}}, "logit_bias", "invalid_value"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "invalid_value"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"min_p": 1.5}, "min_p", "invalid_value"),
+        ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", "invalid_value"),
+        ({"chat_template": "x"}, "chat_template", "unsupported_parameter"),
+        ({"continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
+        ({"echo": True}, "echo", "unsupported_parameter"),
         ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
         ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
     ],
 )
-async def test_chat_names_the_bad_field(stack: Stack, fields: dict[str, Any], param: str, code: str) -> None:
+async def test_chat_names_the_bad_field(
+    stack: Stack, fields: dict[str, Any], param: str, code: str | None
+) -> None:
     error = await refused(stack, CHAT, json.dumps(chat_body(**fields)).encode())
     assert (error["param"], error["code"]) == (param, code)
     assert param.split("[")[0].split(".")[0] in error["message"] or code == "context_length_exceeded"
@@ -140,7 +205,8 @@ async def test_chat_names_the_bad_field(stack: Stack, fields: dict[str, Any], pa
         ({"logprobs": -1}, "logprobs", "invalid_value"),
         ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logprobs": True}, "logprobs", "invalid_type"),
-        ({"echo": True}, "echo", "unsupported_parameter"),
+        ({"echo": True, "logprobs": 1}, "logprobs", "unsupported_parameter"),
+        ({"tools": [tool("f")]}, "tools", "unsupported_parameter"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.asgi import Message
 from proxy.endpoint import GenerationEndpoint
-from proxy.openai_types import parse_text
+from proxy.generation_apis import TEXT
 from tests.proxy.builders import Stack, ids, pair_stack, stack, text_body, until
 from tests.proxy.mock_engines import Call, MockEngine, Script
 
@@ -222,7 +222,7 @@ class StuckReader:
     """A client of the proxy's application whose connection takes nothing."""
 
     def __init__(self, running: Stack) -> None:
-        self._endpoint = GenerationEndpoint("text", "/v1/completions", parse_text, running.services)
+        self._endpoint = GenerationEndpoint(TEXT, running.services)
         self._messages = [{"type": "http.request", "body": json.dumps(text_body(stream=True)).encode()}]
 
     async def run(self) -> None:

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from proxy.errors import BadRequest, ContextExceeded
-from proxy.text_model import INLINE_CHARS, TextModel
+from proxy.text_model import INLINE_CHARS, ChatPrompt, TextModel
 from tests.proxy.builders import ids, text_model
 
 
@@ -27,12 +27,12 @@ async def test_large_and_small_chats_are_rendered_alike() -> None:
     prompts = [
         await model.chat_prompt([{"role": "user", "content": text}], 10_000) for text in (small, large)
     ]
-    assert prompts[0] == prompts[1] == tuple(ids("abc"))
+    assert prompts[0] == prompts[1] == ChatPrompt(tuple(ids("abc")), is_thinking=False)
     model.close()
 
 
 async def test_the_embedded_models_special_tokens_are_tokens_of_their_own(smollm: TextModel) -> None:
-    prompt = await smollm.chat_prompt([{"role": "user", "content": "Hi"}], 10_000)
+    prompt = (await smollm.chat_prompt([{"role": "user", "content": "Hi"}], 10_000)).token_ids
     start, end = (smollm.tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
     assert prompt.count(start) == 3
     assert prompt.count(end) == 2

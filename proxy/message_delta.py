@@ -1,0 +1,31 @@
+"""What a batch of tokens adds to one choice, as clients see it: text, reasoning, calls of tools."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from proxy.token_text import TokenText
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """`call_id` and `name` come once, with the call's first delta; `arguments` are pieces of JSON text."""
+
+    index: int
+    arguments: str = ""
+    call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageDelta:
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    logprobs: tuple[TokenText, ...] = ()
+    finish_reason: FinishReason | None = None
+
+    @property
+    def has_parts(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls or self.logprobs)
