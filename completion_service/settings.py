@@ -6,12 +6,14 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeMethod
 from engine.serving.settings import EngineServiceSettings
 from wire.services import EngineRole
 
 OWN_ENGINE_FIELDS = (
     "handover_wait_s",
+    "speculative",
+    "num_draft_tokens",
     "prefill_attempt_interval",
     "prefill_any_attempt_interval",
     "dp_size",
@@ -33,6 +35,12 @@ class CompletionServiceSettings(EngineServiceSettings):
     )
     handover_wait_s: float = Field(
         60.0, gt=0, description="how long a request may wait for its KV blocks, or for room for them"
+    )
+    speculative: SpeculativeMethod = Field(
+        "off", description="ngram: guess that the text goes on as it did before, verify several tokens a step"
+    )
+    num_draft_tokens: int = Field(
+        4, ge=1, le=16, description="tokens guessed for a sequence in a step at most"
     )
     prefill_attempt_interval: int = Field(
         70, ge=1, description="normal: decode steps between prompt steps that every rank wants"

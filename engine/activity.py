@@ -25,6 +25,9 @@ class _Window:
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_decoded_sequences: int = 0
+    num_decoded_tokens: int = 0
+    num_drafts: int = 0
     attention_flops: float = 0.0
     total_flops: float = 0.0
 
@@ -50,6 +53,10 @@ class ActivityLog:
         window.num_steps += 1
         window.num_prompt_tokens += outputs.num_batched_tokens if outputs.prompt_run else 0
         window.num_output_tokens += num_output_tokens
+        if not outputs.prompt_run:
+            window.num_decoded_sequences += len(outputs.sequences)
+            window.num_drafts += outputs.num_batched_tokens - len(outputs.sequences)
+            window.num_decoded_tokens += num_output_tokens
         window.attention_flops += flops.attention
         window.total_flops += flops.total
         if window.busy_s >= self._interval_s:
@@ -73,6 +80,12 @@ class ActivityLog:
             100 * window.total_flops / seconds / self._peak_flops,
             self._peak_flops / _GIGA,
         )
+        if window.num_drafts:
+            logger.info(
+                "%d drafts verified: %.2f tokens per sequence and decode step",
+                window.num_drafts,
+                window.num_decoded_tokens / window.num_decoded_sequences,
+            )
 
 
 def make_activity_log(config: ModelConfig, peak_gflops: float | None) -> ActivityLog | None:

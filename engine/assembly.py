@@ -10,6 +10,7 @@ from engine.activity import make_activity_log
 from engine.choices import Choices
 from engine.completion_role import CompletionHandover
 from engine.config import EngineConfig
+from engine.drafters import Drafter, PromptLookup
 from engine.errors import EngineError, EngineStartError
 from engine.group import EngineGroup
 from engine.handover_role import HandoverRole, NoHandover
@@ -82,6 +83,7 @@ def build_engine(
         choices=choices,
         group=group,
         overlap=config.overlap,
+        drafter=build_drafter(settings),
         activity_log=activity_log,
     )
     ready = Ready(
@@ -123,7 +125,12 @@ def scheduler_config(config: EngineConfig, runner: ModelRunner) -> SchedulerConf
         prefill_attempt_interval=config.prefill_attempt_interval,
         prefill_any_attempt_interval=config.prefill_any_attempt_interval,
         eos_token_ids=model.eos_token_ids,
+        max_num_draft_tokens=config.max_num_draft_tokens,
     )
+
+
+def build_drafter(settings: SchedulerConfig) -> Drafter | None:
+    return PromptLookup(settings.num_draft_slots) if settings.num_draft_slots else None
 
 
 def build_group(

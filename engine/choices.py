@@ -135,15 +135,15 @@ class Choices:
         return FirstDraws(tuple(draws), np.array(logit_rows, np.intp), tuple(sampling))
 
     def tokens_of_sequences(
-        self, outputs: SchedulerOutputs, draws: FirstDraws, sampled: SampledTokens
+        self, outputs: SchedulerOutputs, draws: FirstDraws, drawn: Int64Array
     ) -> Int64Array:
         """One sampled token per sequence: that of the choice which the sequence stands for from now on."""
         if not draws.draws:
-            return sampled.token_ids
-        token_ids, config = sampled.token_ids[: len(outputs.sequences)].copy(), self._scheduler.config
+            return drawn
+        token_ids, config = drawn[: len(outputs.sequences)].copy(), self._scheduler.config
         for draw in draws.draws:
             group, sequence = draw.group, outputs.sequences[draw.row]
-            first_ids = sampled.token_ids[list(draw.places)].tolist()
+            first_ids = drawn[list(draw.places)].tolist()
             group.reasons = tuple(_reason_after(sequence, token_id, config) for token_id in first_ids)
             group.starts = tuple(
                 ChoiceStart(choice, token_id)

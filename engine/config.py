@@ -1,9 +1,13 @@
 """What an engine process needs to know; the service builds it from its settings and hands it over as JSON."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.errors import EngineStartError
 from wire.services import EngineRole
+
+SpeculativeMethod = Literal["off", "ngram"]
+"""Where drafts come from; ngram: what followed the newest tokens when they stood in the text before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,10 @@ class EngineConfig:
     """Results are processed one step late, while the model runs."""
     stop_preempted_request: bool = True
     """False computes a preempted sequence again; a completion engine cannot."""
+
+    speculative: SpeculativeMethod = "off"
+    num_draft_tokens: int = 4
+    """Drafts verified for a sequence in a step at most."""
 
     prefill_attempt_interval: int = 70
     prefill_any_attempt_interval: int = 100
@@ -53,6 +61,11 @@ class EngineConfig:
     command_endpoint: str
     event_endpoint: str
     """ZMQ ipc endpoints, bound by the service: commands flow to the engine, events flow back."""
+
+    @property
+    def max_num_draft_tokens(self) -> int:
+        """A prompt engine drafts nothing, whatever it is told."""
+        return 0 if self.role == "prompt" or self.speculative == "off" else self.num_draft_tokens
 
     def check(self) -> None:
         """`EngineStartError` for settings that contradict each other, before anything is loaded."""

@@ -79,6 +79,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_decoded_sequences: int = 0
+    """Sequences in decode steps, summed over the steps: each got one token and its accepted drafts."""
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Drafts that were verified, and those of them that came true."""
     num_preempted: int = 0
     num_placeholder_steps: int = 0
     """Steps that ran empty here because another rank of the group had something to run."""

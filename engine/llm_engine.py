@@ -12,12 +12,20 @@ import numpy as np
 from engine.activity import ActivityLog
 from engine.choices import Choices, FirstDraws
 from engine.copies import has_copies
+from engine.drafters import Drafter
 from engine.group import Solo, StepGroup
 from engine.handover_role import HandoverRole
 from engine.ipc import AddRequest, EngineStats, RequestFailure, RequestOutput
 from engine.model_runner import ModelRunner
-from engine.sampler import SampledTokens, Sampler
-from engine.step_executor import ModelStep, OverlappedExecutor, StepExecutor, SynchronousExecutor
+from engine.sampler import Sampler
+from engine.speculation import Speculation
+from engine.step_executor import (
+    ModelStep,
+    OverlappedExecutor,
+    StepExecutor,
+    StepOutcome,
+    SynchronousExecutor,
+)
 from shared_scheduler import (
     EngineType,
     RequestError,
@@ -36,7 +44,7 @@ class LaunchedStep:
 
     outputs: SchedulerOutputs
     draws: FirstDraws
-    sampled: Future[SampledTokens]
+    outcome: Future[StepOutcome]
     launched_s: float
 
 
@@ -54,6 +62,7 @@ class LLMEngine:
         choices: Choices | None = None,
         group: StepGroup | None = None,
         overlap: bool = False,
+        drafter: Drafter | None = None,
         activity_log: ActivityLog | None = None,
     ) -> None:
         """`choices`: the book that the role shares; None where the role has none.
@@ -61,6 +70,8 @@ class LLMEngine:
         `group`: the ranks this engine steps with, the ones its scheduler votes with.
 
         `overlap`: schedule a step, and process the results of the one before, while the model runs.
+
+        `drafter`: guesses of several tokens for every sequence, verified in one step.
         """
         self._scheduler = scheduler
         model_step = ModelStep(runner, sampler)
@@ -71,6 +82,7 @@ class LLMEngine:
         self._role = role
         self._choices = choices or Choices(scheduler)
         self._group = group or Solo()
+        self._speculation = None if drafter is None else Speculation(scheduler, drafter)
         self._clock = clock
         self._activity_log = activity_log
         self.num_empty_steps = 0
@@ -79,6 +91,7 @@ class LLMEngine:
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
+        self._num_decoded_sequences = 0
         self._num_preempted = 0
         self._num_placeholder_steps = 0
         self._busy_s = 0.0
@@ -166,6 +179,9 @@ class LLMEngine:
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_decoded_sequences=self._num_decoded_sequences,
+            num_drafted_tokens=self._speculation.num_drafted if self._speculation else 0,
+            num_accepted_tokens=self._speculation.num_accepted if self._speculation else 0,
             num_preempted=self._num_preempted,
             num_placeholder_steps=self._num_placeholder_steps,
             group_wait_s=self._group.wait_s,
@@ -221,8 +237,8 @@ class LLMEngine:
         if not outputs.is_empty or has_copies(copies):
             launched_s = self._clock()
             draws = self._choices.draws(outputs)
-            sampled = self._executor.launch(outputs, draws)
-            self._in_flight.append(LaunchedStep(outputs, draws, sampled, launched_s))
+            outcome = self._executor.launch(outputs, draws)
+            self._in_flight.append(LaunchedStep(outputs, draws, outcome, launched_s))
         ended = (*outputs.finished, *outputs.ignored)
         self._role.after_step((), ended)
         self._num_preempted += sum(s.status is SequenceStatus.FINISHED_PREEMPTED for s in ended)
@@ -233,13 +249,17 @@ class LLMEngine:
 
     def _finish(self, step: LaunchedStep, reports: list[RequestOutput]) -> None:
         """Wait for a step's results, apply and report them."""
-        sampled = step.sampled.result()
+        outcome = step.outcome.result()
         outputs, draws, now_s = step.outputs, step.draws, self._clock()
-        token_ids = self._choices.tokens_of_sequences(outputs, draws, sampled)
-        results = self._scheduler.process_outputs(outputs, token_ids, now_s=now_s)
-        self._choices.part(outputs, draws, results, sampled, now_s)
+        token_ids = self._choices.tokens_of_sequences(outputs, draws, outcome.token_ids)
+        results = self._scheduler.process_outputs(outputs, token_ids, outcome.accepted, now_s=now_s)
+        self._choices.part(outputs, draws, results, outcome.drawn, now_s)
         self._role.after_step(results.prompts_done, results.finished)
-        new_reports = self._choices.addressed(report_results(outputs, results, sampled))
+        if self._speculation is not None:
+            self._speculation.after_step(
+                outputs, outcome, self._in_flight[-1].outputs if self._in_flight else None
+            )
+        new_reports = self._choices.addressed(report_results(outputs, results, outcome))
         self._count(step, sum(len(report.tokens) for report in new_reports))
         reports += new_reports
 
@@ -255,6 +275,8 @@ class LLMEngine:
         self._num_output_tokens += num_output_tokens
         if step.outputs.prompt_run:
             self._num_prompt_tokens += step.outputs.num_batched_tokens
+        else:
+            self._num_decoded_sequences += len(step.outputs.sequences)
         if self._activity_log is not None:
             self._activity_log.count(step.outputs, num_output_tokens, busy_s, self._scheduler)
 
@@ -264,23 +286,24 @@ def report_end(sequence: Sequence) -> RequestOutput:
 
 
 def report_results(
-    outputs: SchedulerOutputs, results: StepResults, sampled: SampledTokens
+    outputs: SchedulerOutputs, results: StepResults, outcome: StepOutcome
 ) -> list[RequestOutput]:
     """One output for each sequence that got tokens or ended with this step's results."""
-    new = zip(outputs.sequences, results.offsets.tolist(), results.num_appended.tolist(), strict=True)
+    offsets, counts, rows = (a.tolist() for a in (results.offsets, results.num_appended, outcome.first_rows))
+    logprobs = outcome.drawn.logprobs
     reports = [
         RequestOutput(
             request_id=sequence.request_id,
             tokens=new_tokens(
                 sequence,
                 results.token_ids[start : start + num_new].tolist(),
-                None if sampled.logprobs is None else sampled.logprobs.row(index),
+                [None] * num_new if logprobs is None else logprobs.rows(row, row + num_new),
             ),
             finish_reason=sequence.finish_reason,
             num_cached_tokens=sequence.cache.hit_tokens,
             is_last=sequence.finish_reason is not None,
         )
-        for index, (sequence, start, num_new) in enumerate(new)
+        for sequence, start, num_new, row in zip(outputs.sequences, offsets, counts, rows, strict=True)
         if num_new
     ]
     reported = {report.request_id for report in reports}
@@ -289,11 +312,11 @@ def report_results(
 
 
 def new_tokens(
-    sequence: Sequence, token_ids: list[int], logprobs: TokenLogprobs | None
+    sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs | None]
 ) -> tuple[OutputToken, ...]:
     """The tokens a step appended to `sequence`, with their output indices."""
     first_index = sequence.num_output_tokens - len(token_ids)
     return tuple(
-        OutputToken(index=index, token_id=token_id, logprobs=logprobs)
-        for index, token_id in enumerate(token_ids, first_index)
+        OutputToken(index=index, token_id=token_id, logprobs=logprob)
+        for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), first_index)
     )

@@ -43,6 +43,17 @@ class SamplingRows:
     def __len__(self) -> int:
         return len(self.temperature)
 
+    def take(self, rows: npt.NDArray[np.integer], output_index: Int32Array) -> "SamplingRows":
+        """These rows, perhaps some of them several times, drawing these output tokens."""
+        return SamplingRows(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.seed[rows],
+            output_index,
+            self.num_logprobs[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
@@ -55,6 +66,9 @@ class SampledLogprobs:
     top_logprobs: Float32Array
     """[N, K]"""
     num_logprobs: Int32Array
+
+    def rows(self, start: int, end: int) -> list[TokenLogprobs | None]:
+        return [self.row(index) for index in range(start, end)]
 
     def row(self, index: int) -> TokenLogprobs | None:
         num_top = int(self.num_logprobs[index])

@@ -4,14 +4,16 @@ A step goes through
 1. launch    the engine thread hands over what the scheduler decided
 2. copies    clones and zeroes of pool rows that the step relies on
 3. inputs    tokens that the step before it has sampled take their places in the batch
-4. forward, sample
-5. result    the engine thread takes the sampled tokens, or the exception that ended the step
+4. forward, sample, verify drafts
+5. result    the engine thread takes what was drawn, or the exception that ended the step
 
 Steps run one after the other in launch order, so a step sees everything that earlier ones wrote.
 """
 
-from collections.abc import Sequence as Items
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,43 +21,91 @@ import torch
 
 from engine.choices import NO_DRAWS, FirstDraws
 from engine.copies import StateRows, execute_copies
-from engine.model_runner import Int32Array, ModelRunner
-from engine.sampler import NO_LOGPROBS, SampledTokens, Sampler, SamplingRows
-from shared_scheduler import SchedulerOutputs
-from wire.sampling import SamplingParams
+from engine.draw_rows import DrawRows
+from engine.model_runner import ModelRunner
+from engine.sampler import Int32Array, Int64Array, SampledTokens, Sampler
+from engine.verification import Verified, verify
+from shared_scheduler import Batch, SchedulerOutputs
 
-NOTHING_SAMPLED = SampledTokens(np.empty(0, np.int64), None)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutcome:
+    """What a step of N sequences has drawn."""
+
+    drawn: SampledTokens
+    """One token per sequence, and behind them those of the step's `FirstDraws`; in a step with drafts one
+    token behind each of the batch."""
+    first_rows: Int64Array
+    """[N]: where in `drawn` each sequence's tokens begin."""
+    verified: Verified | None = None
+    """What became of the drafts, if there were any."""
+    forward_s: float = 0.0
+    sampler_s: float = 0.0
+
+    @property
+    def token_ids(self) -> Int64Array:
+        """[N or more]: the newest token of each sequence."""
+        return self.drawn.token_ids if self.verified is None else self.verified.token_ids
+
+    @property
+    def accepted(self) -> Int64Array | None:
+        return None if self.verified is None else self.verified.accepted
+
+    @property
+    def num_rejected(self) -> Int32Array | None:
+        return None if self.verified is None else self.verified.num_rejected
+
+
+NOTHING_DRAWN = StepOutcome(SampledTokens(np.empty(0, np.int64), None), np.empty(0, np.int64))
 
 
 class ModelStep:
     """Stages 2 to 4 for one model and its pools."""
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler, states: StateRows | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        states: StateRows | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._states = states
+        self._clock = clock
+        self._rows = DrawRows()
 
-    def run(
-        self, outputs: SchedulerOutputs, draws: FirstDraws, previous: SampledTokens | None
-    ) -> SampledTokens:
-        """One token per sequence, and behind them those of `draws`.
-
-        `previous`: what the last step that had a batch has sampled, if this batch may need it.
-        """
+    def run(self, outputs: SchedulerOutputs, draws: FirstDraws, previous: StepOutcome | None) -> StepOutcome:
+        """`previous`: what the last step that had a batch has drawn, if this batch may need it."""
         execute_copies(outputs.copies, self._runner.kv_pool, self._states)
         batch = outputs.batch
         if batch is None:
-            return NOTHING_SAMPLED
+            return NOTHING_DRAWN
         if (batch.input_from_previous >= 0).any():
             assert previous is not None
-            batch = batch.resolve_inputs(previous.token_ids)
+            batch = batch.resolve_inputs(previous.token_ids, previous.num_rejected)
+        started_s = self._clock()
+        logits = self._logits(batch, draws)
+        computed_s = self._clock()
+        drawn = self._sampler.sample(logits, self._rows.of(outputs.cohort, batch, draws))
+        verified = verify(batch, drawn.token_ids) if batch.has_drafts else None
+        ends = np.cumsum(batch.seqlens_q, dtype=np.int64)
+        return StepOutcome(
+            drawn,
+            np.arange(ends.size) if verified is None else ends - batch.seqlens_q,
+            verified,
+            computed_s - started_s,
+            self._clock() - computed_s,
+        )
+
+    def _logits(self, batch: Batch, draws: FirstDraws) -> torch.Tensor:
+        """One row for every token that is drawn."""
+        if batch.has_drafts:
+            return self._runner.forward(batch, np.arange(batch.num_tokens))
         logits = self._runner.forward(batch)
-        params, output_indices = [s.sampling for s in outputs.sequences], batch.output_indices
         if draws.sampling:
             logits = torch.cat((logits, logits[torch.from_numpy(draws.logit_rows)]))
-            params += draws.sampling
-            output_indices = np.append(output_indices, np.zeros(len(draws.sampling), np.int32))
-        return self._sampler.sample(logits, sampling_rows(params, output_indices))
+        return logits
 
 
 class StepExecutor(Protocol):
@@ -65,7 +115,7 @@ class StepExecutor(Protocol):
     def num_ahead(self) -> int:
         """Launched steps that may run on while the next one is scheduled."""
 
-    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[SampledTokens]:
+    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[StepOutcome]:
         """The future's `result()` waits for the step and raises what the step raised."""
 
     def close(self) -> None:
@@ -80,8 +130,8 @@ class SynchronousExecutor:
     def __init__(self, step: ModelStep) -> None:
         self._step = step
 
-    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[SampledTokens]:
-        done: Future[SampledTokens] = Future()
+    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[StepOutcome]:
+        done: Future[StepOutcome] = Future()
         done.set_result(self._step.run(outputs, draws, None))
         return done
 
@@ -97,10 +147,10 @@ class OverlappedExecutor:
     def __init__(self, step: ModelStep) -> None:
         self._step = step
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
-        self._previous: Future[SampledTokens] | None = None
+        self._previous: Future[StepOutcome] | None = None
         """The last launched step that has a batch."""
 
-    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[SampledTokens]:
+    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[StepOutcome]:
         future = self._worker.submit(self._run, outputs, draws, self._previous)
         if outputs.batch is not None:
             self._previous = future
@@ -110,19 +160,7 @@ class OverlappedExecutor:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _run(
-        self, outputs: SchedulerOutputs, draws: FirstDraws, previous: Future[SampledTokens] | None
-    ) -> SampledTokens:
+        self, outputs: SchedulerOutputs, draws: FirstDraws, previous: Future[StepOutcome] | None
+    ) -> StepOutcome:
         """A step behind one that failed fails in the same way: its inputs do not exist."""
         return self._step.run(outputs, draws, None if previous is None else previous.result())
-
-
-def sampling_rows(params: Items[SamplingParams], output_indices: Int32Array) -> SamplingRows:
-    """How to draw one token per entry of `params`."""
-    return SamplingRows(
-        temperature=np.array([p.temperature for p in params], np.float32),
-        top_k=np.array([p.top_k for p in params], np.int32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        seed=np.array([p.seed for p in params], np.int64),
-        output_index=output_indices,
-        num_logprobs=np.array([NO_LOGPROBS if p.logprobs is None else p.logprobs for p in params], np.int32),
-    )

@@ -18,6 +18,7 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from engine.config import SpeculativeMethod
 from engine.serving.settings import Dtype, Transport
 from launcher.child import Child, ChildSpec, first_to_end
 from model_files.resolve import resolve_model
@@ -60,6 +61,12 @@ class StackSettings(ProcessSettings):
     block_size: int | None = Field(None, ge=1, description="tokens in a KV block")
     num_threads: int | None = Field(None, ge=1, description="threads of each engine")
     overlap: bool = Field(False, description="schedule the next step while the model runs")
+    speculative: SpeculativeMethod = Field(
+        "off", description="ngram: guess that the text goes on as it did before, verify several tokens a step"
+    )
+    num_draft_tokens: int | None = Field(
+        None, ge=1, le=16, description="tokens guessed for a sequence in a step at most"
+    )
     stop_preempted_request: bool = Field(
         True,
         description="end a request that loses its KV blocks; off: compute it again later (--engine normal)",
@@ -193,7 +200,7 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     engines: list[ChildSpec] = []
     if settings.engine == "pair":
         engines.append(_service("prompt", "prompt_service", shared))
-        engines.append(_service("completion", "completion_service", shared))
+        engines.append(_service("completion", "completion_service", [*shared, *_speculation(settings)]))
     else:
         engines += _normal_services(settings, shared)
     proxy_arguments = ["--host", settings.host, "--port", str(settings.port), "--model", settings.model]
@@ -207,7 +214,7 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
 
 def _normal_services(settings: StackSettings, shared: list[str]) -> list[ChildSpec]:
     """One service, or one for each rank of a group."""
-    arguments = [*shared, "--engine", "normal"]
+    arguments = [*shared, "--engine", "normal", *_speculation(settings)]
     for name in ("prefill_attempt_interval", "prefill_any_attempt_interval"):
         arguments += _flag(name, getattr(settings, name))
     if settings.dp == 1:
@@ -217,6 +224,12 @@ def _normal_services(settings: StackSettings, shared: list[str]) -> list[ChildSp
         _service(f"normal-{rank}", "completion_service", [*arguments, "--dp-rank", str(rank)])
         for rank in range(settings.dp)
     ]
+
+
+def _speculation(settings: StackSettings) -> list[str]:
+    """Only engines that decode guess what comes next."""
+    names = ("speculative", "num_draft_tokens")
+    return [argument for name in names for argument in _flag(name, getattr(settings, name))]
 
 
 def _flag(name: str, value: str | int | bool | None) -> list[str]:

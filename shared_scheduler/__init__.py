@@ -5,8 +5,10 @@ Decisions only: no torch, no sockets, and no clock but the times it is handed.
 
 from shared_scheduler.batch import Batch
 from shared_scheduler.block_manager import AllocStatus, BlockManager
+from shared_scheduler.cohort import Cohort
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.copies import Copies
+from shared_scheduler.drafts import REJECTED
 from shared_scheduler.errors import ConfigError, CorruptionError, GroupError, RequestError, SchedulerError
 from shared_scheduler.flops import FlopsEstimator, ModelShape, StepFlops
 from shared_scheduler.outputs import FirstToken, SchedulerOutputs, StepResults
@@ -18,8 +20,9 @@ from shared_scheduler.status import SequenceStatus
 from shared_scheduler.voting import GroupVote, SingleRank, ThreadGroup
 
 __all__ = [
-    "AllocStatus", "Batch", "BlockManager", "ConfigError", "Copies", "CorruptionError", "EngineType",
-    "FirstToken", "FlopsEstimator", "GroupError", "GroupVote", "ModelShape", "PrefixCache", "RadixTree",
-    "RequestError", "Scheduler", "SchedulerConfig", "SchedulerError", "SchedulerOutputs", "Sequence", "SequenceStatus", "SingleRank",
-    "StepFlops", "StepResults", "ThreadGroup", "Watch",
+    "REJECTED", "AllocStatus", "Batch", "BlockManager", "Cohort", "ConfigError", "Copies",
+    "CorruptionError", "EngineType", "FirstToken", "FlopsEstimator", "GroupError", "GroupVote",
+    "ModelShape", "PrefixCache", "RadixTree", "RequestError", "Scheduler", "SchedulerConfig",
+    "SchedulerError", "SchedulerOutputs", "Sequence", "SequenceStatus", "SingleRank", "StepFlops",
+    "StepResults", "ThreadGroup", "Watch",
 ]  # fmt: skip

@@ -46,13 +46,24 @@ class Batch:
     def num_tokens(self) -> int:
         return int(self.token_ids.size)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Are there drafts to verify behind some sequence's newest token?"""
+        return not self.is_prompt and self.num_tokens > self.num_sequences
+
+    @property
+    def places(self) -> Int32Array:
+        """[T]: how many tokens of the same sequence stand before each in this step."""
+        first = np.cumsum(self.seqlens_q, dtype=np.int32) - self.seqlens_q
+        return np.arange(self.num_tokens, dtype=np.int32) - np.repeat(first, self.seqlens_q)
+
     def resolve_inputs(
         self, sampled: npt.NDArray[np.integer], num_rejected: Int32Array | None = None
     ) -> "Batch":
         """The batch with its missing first tokens filled in from the previous step's results.
 
         `sampled[j]` and `num_rejected[j]` belong to row j of the previous batch; a rejected draft moves
-        the rows that follow it back by one position.
+        everything of the same sequence back by one position.
         """
         waits = self.input_from_previous >= 0
         source = self.input_from_previous[waits]
@@ -60,21 +71,20 @@ class Batch:
         token_ids = self.token_ids.copy()
         token_ids[first] = sampled[source]
         resolved = replace(self, token_ids=token_ids, input_from_previous=np.full(waits.size, -1, np.int32))
-        return resolved if num_rejected is None else resolved._moved_back(waits, first, num_rejected[source])
+        return resolved if num_rejected is None else resolved._moved_back(waits, num_rejected[source])
 
-    def _moved_back(
-        self, rows: npt.NDArray[np.bool_], first: npt.NDArray[np.integer], by: Int32Array
-    ) -> "Batch":
-        positions, slots = self.positions.copy(), self.slot_mapping.copy()
-        lengths, indices = self.seqlens_k.copy(), self.output_indices.copy()
-        positions[first] -= by
-        lengths[rows] -= by
-        indices[rows] -= by
-        at = positions[first]
-        in_block = at % self.block_size
-        slots[first] = self.block_tables[rows, at // self.block_size] * self.block_size + in_block
+    def _moved_back(self, rows: npt.NDArray[np.bool_], by: Int32Array) -> "Batch":
+        steps = np.zeros(rows.size, np.int32)
+        steps[rows] = by
+        owners = np.repeat(np.arange(rows.size), self.seqlens_q)
+        positions = self.positions - steps[owners]
+        blocks = self.block_tables[owners, positions // self.block_size]
         return replace(
-            self, positions=positions, slot_mapping=slots, seqlens_k=lengths, output_indices=indices
+            self,
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            seqlens_k=self.seqlens_k - steps,
+            output_indices=self.output_indices - steps,
         )
 
 

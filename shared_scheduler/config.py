@@ -160,6 +160,12 @@ class SchedulerConfig:
             f" aligned to {self.cut_alignment} (cp_size={self.cp_size}): raise max_num_batched_tokens",
         )
         _require(
+            self.num_state_slots is None or not self.max_num_draft_tokens,
+            f"max_num_draft_tokens={self.max_num_draft_tokens} with num_state_slots={self.num_state_slots}: a"
+            " model's fixed-size state cannot be wound back over rejected drafts; set max_num_draft_tokens=0"
+            " (--speculative off)",
+        )
+        _require(
             self.image_start_token_id is None or self.image_pad_token_id is not None,
             f"image_start_token_id={self.image_start_token_id} without image_pad_token_id: set both or none",
         )

@@ -36,10 +36,9 @@ class DraftChooser:
 
     def _longest_useful(self, sequence: Sequence) -> int:
         """Drafts and the sampled token must stay within max_tokens and the model's length."""
-        if sequence.is_in_flight:
-            return 0
-        left = sequence.sampling.max_tokens - sequence.num_output_tokens
-        left = min(left, self._config.max_model_len - sequence.num_tokens)
+        num_inflight = sequence.schedule.total_inflight_tokens
+        left = sequence.sampling.max_tokens - sequence.num_output_tokens - num_inflight
+        left = min(left, self._config.max_model_len - sequence.num_tokens - num_inflight)
         return max(0, min(self._config.max_num_draft_tokens, left - 1))
 
     def _cut(self, sequence: Sequence, count: int) -> None:

@@ -122,12 +122,13 @@ class Scheduler:
         return self._forks.fork(parent, request_id, sampling, output_token_ids, now_s)
 
     def set_drafts(self, sequence: Sequence, token_ids: Many[int], confidences: Many[float] = ()) -> None:
-        """Propose what may follow the sequence's last token; verified in its next decode step.
+        """Propose what may follow the sequence's newest token; verified in its next decode step.
 
         `confidences`: probability of each draft, given those before it; without them past acceptance
-        counts. Ignored for a sequence whose last token is not known yet.
+        counts. Of a sequence in flight the newest token is the one that its newest step will draw behind
+        the drafts of that step, if all of these are accepted. Ignored unless the sequence decodes.
         """
-        if sequence.is_in_flight or sequence.status is not SequenceStatus.RUNNING:
+        if sequence.status is not SequenceStatus.RUNNING:
             return
         count = self.config.max_num_draft_tokens
         sequence.draft.token_ids = tuple(token_ids[:count])

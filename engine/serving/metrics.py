@@ -46,6 +46,21 @@ ENGINE_METRICS = (
         "tandem_engine_output_tokens_total", "counter", "Tokens generated", lambda s: s.num_output_tokens
     ),
     EngineMetric(
+        "tandem_engine_decoded_sequences_total",
+        "counter",
+        "Sequences in decode steps, summed over the steps",
+        lambda s: s.num_decoded_sequences,
+    ),
+    EngineMetric(
+        "tandem_engine_drafted_tokens_total", "counter", "Drafts verified", lambda s: s.num_drafted_tokens
+    ),
+    EngineMetric(
+        "tandem_engine_accepted_tokens_total",
+        "counter",
+        "Drafts that came true",
+        lambda s: s.num_accepted_tokens,
+    ),
+    EngineMetric(
         "tandem_engine_preempted_total",
         "counter",
         "Sequences ended for want of room",

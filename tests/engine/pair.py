@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.choices import Choices
 from engine.completion_role import CompletionHandover
+from engine.drafters import Drafter, PromptLookup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import AddRequest, RequestOutput
 from engine.llm_engine import LLMEngine
@@ -71,8 +72,11 @@ class TestEngine:
         *,
         max_num_seqs: int = 8,
         overlap: bool = False,
+        drafter: Drafter | None = None,
+        num_draft_tokens: int = 0,
         stop_preempted_request: bool = True,
     ) -> None:
+        """`num_draft_tokens` without a `drafter`: prompt lookup."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 engine_type=kind,
@@ -84,12 +88,21 @@ class TestEngine:
                 eos_token_ids=(EOS,),
                 remote_growth_tokens=8,
                 stop_preempted_request=stop_preempted_request,
+                max_num_draft_tokens=num_draft_tokens,
             )
         )
         self.choices = Choices(self.scheduler)
         role = make_role(self.scheduler, self.choices)
+        if num_draft_tokens and drafter is None:
+            drafter = PromptLookup(self.scheduler.config.num_draft_slots)
         self.engine = LLMEngine(
-            self.scheduler, runner, Sampler(), role, choices=self.choices, overlap=overlap
+            self.scheduler,
+            runner,
+            Sampler(),
+            role,
+            choices=self.choices,
+            overlap=overlap,
+            drafter=drafter if num_draft_tokens else None,
         )
         self.answers: dict[str, Answer] = {}
         """By `answer_id`."""

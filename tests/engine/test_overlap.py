@@ -1,9 +1,10 @@
-"""Results one step late: the same tokens, whatever arrives, leaves or is preempted meanwhile."""
+"""Results one step late, several tokens a step: the same tokens, whatever arrives, leaves or is preempted."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from tests.engine.tiny_engine import (
     GatedRunner,
     Request,
     TinyModel,
+    ToldDrafter,
     answers_alone,
     normal_engine,
     some_requests,
@@ -60,13 +62,31 @@ NORMAL_POOLS = st.integers(15, 40)
 """From room for the longest sequence alone to room for nearly all."""
 
 
-@given(histories(), NORMAL_POOLS, st.booleans(), st.booleans())
+DRAFTS = st.sampled_from([None, 0, 2, 99])
+"""None: no drafts. Else how many of the drafts of a step are right."""
+
+
+def drafting(reference: Reference, num_right: int | None) -> dict[str, Any]:
+    if num_right is None:
+        return {}
+    return {"num_draft_tokens": 3, "drafter": ToldDrafter(reference.answers, num_right)}
+
+
+@given(histories(), NORMAL_POOLS, st.booleans(), st.booleans(), DRAFTS)
 @settings(max_examples=40, deadline=None)
 def test_a_normal_engine_answers_any_history_as_if_each_request_were_alone(
-    reference: Reference, history: History, num_blocks: int, overlap: bool, stop_preempted: bool
+    reference: Reference,
+    history: History,
+    num_blocks: int,
+    overlap: bool,
+    stop_preempted: bool,
+    num_right: int | None,
 ) -> None:
     normal = normal_engine(
-        reference.model.runner(num_blocks), overlap=overlap, stop_preempted_request=stop_preempted
+        reference.model.runner(num_blocks),
+        overlap=overlap,
+        stop_preempted_request=stop_preempted,
+        **drafting(reference, num_right),
     )
     turn = 0
     while turn <= max(history.arrivals.values()) or normal.engine.has_work:
@@ -84,13 +104,23 @@ def test_a_normal_engine_answers_any_history_as_if_each_request_were_alone(
     normal.engine.close()
 
 
-@given(histories(), st.integers(15, 30), st.integers(18, 40), st.booleans())
+@given(histories(), st.integers(15, 30), st.integers(18, 40), st.booleans(), DRAFTS)
 @settings(max_examples=30, deadline=None)
 def test_a_pair_answers_any_history_as_if_each_request_were_alone(
-    reference: Reference, history: History, prompt_blocks: int, completion_blocks: int, overlap: bool
+    reference: Reference,
+    history: History,
+    prompt_blocks: int,
+    completion_blocks: int,
+    overlap: bool,
+    num_right: int | None,
 ) -> None:
     model = reference.model
-    pair = DirectPair(model.runner(prompt_blocks), model.runner(completion_blocks), overlap=overlap)
+    pair = DirectPair(
+        model.runner(prompt_blocks),
+        model.runner(completion_blocks),
+        overlap=overlap,
+        **drafting(reference, num_right),
+    )
     turn = 0
     while turn <= max(history.arrivals.values()) or not pair.is_drained:
         for request in REQUESTS:

@@ -7,10 +7,12 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.choices import Choices
+from engine.drafters import DraftContext, Drafts
 from engine.handover_role import NoHandover
 from engine.ipc import AddRequest, RequestOutput
 from engine.kv_pool import KVLayout, KVPool
@@ -101,7 +103,7 @@ def some_requests() -> list[Request]:
     ]
 
 
-def normal_engine(runner: ModelRunner, **options: bool) -> TestEngine:
+def normal_engine(runner: ModelRunner, **options: Any) -> TestEngine:
     return TestEngine(EngineType.NORMAL, runner, lambda scheduler, _: NoHandover(scheduler), **options)
 
 
@@ -115,6 +117,26 @@ def answers_alone(model: TinyModel, requests: Items[Request]) -> dict[str, list[
             alone.turn()
         answers[request.request_id] = alone.answers[request.request_id].token_ids
     return answers
+
+
+@dataclass(frozen=True, slots=True)
+class ToldDrafter:
+    """Drafts from known answers; the first `num_right` of each step are right."""
+
+    answers: dict[str, list[int]]
+    num_right: int
+
+    def propose(self, contexts: Items[DraftContext], num_tokens: int) -> list[Drafts]:
+        return [self._propose(context, num_tokens) for context in contexts]
+
+    def _propose(self, context: DraftContext, num_tokens: int) -> Drafts:
+        at = context.sequence.num_output_tokens
+        if context.in_flight is not None:
+            at += len(context.in_flight) + 1
+        ids = self.answers[context.sequence.request_id][at : at + num_tokens]
+        return Drafts(
+            tuple(token if i < self.num_right else (token + 1) % 128 for i, token in enumerate(ids))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +203,10 @@ class DirectSink(NoHandover):
 class DirectPair:
     """Both engines without a protocol between them: the same turns in every run."""
 
-    def __init__(self, prompt_runner: ModelRunner, completion_runner: ModelRunner, *, overlap: bool) -> None:
+    def __init__(
+        self, prompt_runner: ModelRunner, completion_runner: ModelRunner, *, overlap: bool, **drafting: Any
+    ) -> None:
+        """`drafting`: options of the completion engine."""
         self._offers: dict[str, DirectOffer] = {}
         self.prompt = TestEngine(
             EngineType.PROMPT,
@@ -194,6 +219,7 @@ class DirectPair:
             completion_runner,
             lambda *parts: DirectSink(*parts, completion_runner.kv_pool, self._offers),
             overlap=overlap,
+            **drafting,
         )
 
     @property

@@ -280,11 +280,13 @@ class Life:
         if not self.config.max_num_draft_tokens:
             return
         for index, s in enumerate(self.live.values()):
-            tokens = s.token_ids
+            tokens, num_inflight = s.token_ids, s.schedule.total_inflight_tokens
+            for _ in range(num_inflight):
+                tokens.append(next_token(tokens, s.sampling.seed))
             for i in range(1 + (count + index) % 3):
                 right = next_token(tokens, s.sampling.seed)
                 tokens.append(right if i < num_right else (right + 1) % VOCABULARY)
-            self.scheduler.set_drafts(s, tokens[s.num_tokens :])
+            self.scheduler.set_drafts(s, tokens[s.num_tokens + num_inflight :])
 
     def _on_finish_transfer(self, index: int) -> None:
         s = self._pick(index, self.in_transfer)

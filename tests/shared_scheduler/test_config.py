@@ -14,6 +14,7 @@ CONTRADICTIONS = [
     ),
     ({"num_state_slots": 0}, r"num_state_slots=0 .*stateful"),
     ({"num_state_slots": 1}, r"num_state_slots=1 .*stateful"),
+    ({"num_state_slots": 4, "max_num_draft_tokens": 2}, "max_num_draft_tokens=2 .*num_state_slots=4"),
     ({"prefill_attempt_interval": 0}, r"prefill_attempt_interval must be at least 1, got 0"),
     ({"prefill_any_attempt_interval": -1}, r"prefill_any_attempt_interval must be at least 1, got -1"),
     ({"block_size": 0}, r"block_size must be at least 1, got 0"),

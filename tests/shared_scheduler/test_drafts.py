@@ -105,11 +105,35 @@ def test_drafts_are_dropped_before_anybody_is_preempted() -> None:
     assert outputs.ignored == ()
 
 
-def test_drafts_for_a_token_that_is_not_known_yet_are_ignored() -> None:
-    scheduler, _, (s,) = prefilled(5)
-    scheduler.schedule()
+def test_drafts_for_a_sequence_that_does_not_decode_are_ignored() -> None:
+    scheduler = Scheduler(config(max_num_draft_tokens=3))
+    s = sequence("a", 5)
+    scheduler.add_sequence(s, 0.0)
     scheduler.set_drafts(s, [1, 2, 3])
     assert s.draft.token_ids == ()
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3])
+def test_drafts_behind_a_token_in_flight_are_verified_where_it_will_stand(num_right: int) -> None:
+    """Two steps with drafts in flight at once; the second moves back by what the first rejects."""
+    scheduler, worker, (s,) = prefilled(6, num_blocks=30, max_model_len=64)
+    drafts = drafts_for(s, 7, count=7)
+    scheduler.set_drafts(s, [*drafts[:num_right], *(1 + t for t in drafts[num_right:3])])
+    first = scheduler.schedule()
+    scheduler.set_drafts(s, [*drafts[4:7]])
+    second = scheduler.schedule()
+    assert first.batch is not None
+    assert second.batch is not None
+    assert second.batch.positions.tolist() == [10, 11, 12, 13]
+    sampled, accepted = worker.run(first, first.batch)
+    scheduler.process_outputs(first, np.array(sampled), np.array(accepted), now_s=0.0)
+    batch = second.batch.resolve_inputs(np.array(sampled), np.array([3 - num_right], np.int32))
+    assert batch.positions.tolist() == [7 + num_right + i for i in range(4)]
+    sampled, accepted = worker.run(second, batch)
+    results = scheduler.process_outputs(second, np.array(sampled), np.array(accepted), now_s=0.0)
+    assert results.num_appended[0] == (4 if num_right == 3 else 1)
+    drain(scheduler, worker)
+    assert s.output_token_ids == expected_output(s.token_ids[:6], s.sampling, 64)
 
 
 def test_a_step_behind_one_with_drafts_is_moved_back_by_what_was_rejected() -> None:
