@@ -10,6 +10,7 @@ EndReason = Literal["released", "abandoned", "expired", "withdrawn"]
 FailReason = Literal[
     "peer_lost",
     "connect_failed",
+    "peer_paused",
     "incompatible",
     "wrong_engine",
     "withdrawn",

@@ -24,6 +24,11 @@ class TransferSettings:
     """Sink: from the release to the source's confirmation."""
     fence_after_s: float = 7.0
     """Sink: a read still running this long after it was given up costs the peer its connection."""
+    breaker_failures: int = 3
+    """Sink: a peer that fails this often in a row is left alone for a pause."""
+    breaker_pause_s: float = 0.25
+    breaker_max_pause_s: float = 3.0
+    """Sink: first and longest pause; it doubles in between."""
     heartbeat_interval_s: float = 0.5
     heartbeat_timeout_s: float = 1.5
     """Both: silence on the control connection after which the peer counts as dead."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kv_transfer.breaker import Breakers
 from kv_transfer.events import Failed, FailReason, SinkEvent
 from kv_transfer.layout import BlockIds, Identity, Region, as_block_ids
 from kv_transfer.messages import ToSource, encode
@@ -27,6 +28,8 @@ from wire.services import PromptEngineAddress
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
+
+_PEERS_FAULTS: tuple[FailReason, ...] = ("peer_lost", "connect_failed")
 
 _MONITORED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
@@ -117,6 +120,7 @@ class HandoverSink:
         self._peers: dict[PromptEngineAddress, tuple[PeerSession, _Link]] = {}
         self._owner: dict[str, PeerSession] = {}
         """Hand-over id to its session; entries of ended hand-overs go at the next tick."""
+        self._breakers = Breakers(settings)
         self._next_tick_s = clock()
         self._pump = Pump("handover-sink", self._set_up, self._turn, self._tear_down, self._count_error)
         self._pump.start()
@@ -159,6 +163,7 @@ class HandoverSink:
             num_handovers=sum(session.num_handovers for session in sessions),
             num_peers=sum(session.is_ready for session in sessions),
             num_quarantined_blocks=sum(session.num_quarantined_blocks for session in sessions),
+            num_paused_peers=self._breakers.num_open(),
             requests=counters.requests,
             arrived=counters.arrived,
             abandoned=counters.abandoned,
@@ -193,6 +198,11 @@ class HandoverSink:
         if self._num_handovers >= self._settings.max_handovers:
             self._refuse(handover_id, f"max_handovers ({self._settings.max_handovers}) are under way")
             return
+        paused = self._paused(address, now_s)
+        if paused is not None:
+            text = f"prompt engine {address.engine_id} at {address.control_address}: {paused}"
+            self._refuse(handover_id, text, "peer_paused")
+            return
         session = self._session(address, now_s)
         if session is not None:
             self._owner[handover_id] = session
@@ -204,13 +214,20 @@ class HandoverSink:
     def _num_handovers(self) -> int:
         return sum(session.num_handovers for session, _ in self._peers.values())
 
-    def _refuse(self, handover_id: str, message: str) -> None:
-        self._counters.failures["refused"] += 1
-        self._events.append(Failed(handover_id, "refused", message, blocks_safe=True))
+    def _refuse(self, handover_id: str, message: str, reason: FailReason = "refused") -> None:
+        self._counters.failures[reason] += 1
+        self._events.append(Failed(handover_id, reason, message, blocks_safe=True))
+
+    def _paused(self, address: PromptEngineAddress, now_s: float) -> str | None:
+        """Why this peer is left alone, if it is: not one whose session is ready."""
+        self._remove_lost(now_s)
+        session, _ = self._peers.get(address, (None, None))
+        if session is not None and session.is_ready:
+            return None
+        return self._breakers.refusal(address, now_s)
 
     def _session(self, address: PromptEngineAddress, now_s: float) -> PeerSession | None:
         """The session with this process, new if need be; None if the address cannot be used."""
-        self._remove_lost()
         if address in self._peers:
             return self._peers[address][0]
         if len(self._peers) >= self._settings.max_peers and not self._drop_idle_peer(now_s):
@@ -232,6 +249,7 @@ class HandoverSink:
             now_s,
         )
         self._peers[address] = (session, link)
+        self._breakers.trying(address)
         session.start()
         return session
 
@@ -283,14 +301,19 @@ class HandoverSink:
     def _tick(self, now_s: float) -> None:
         for session, _ in self._peers.values():
             session.tick(now_s)
-        self._remove_lost()
+        self._remove_lost(now_s)
         self._owner = {id_: session for id_, session in self._owner.items() if id_ in session}
 
-    def _remove_lost(self) -> None:
+    def _remove_lost(self, now_s: float) -> None:
         for address, (session, link) in list(self._peers.items()):
-            if session.is_lost:
+            if session.has_read:
+                self._breakers.worked(address)
+            if session.lost is not None:
                 link.close()
                 del self._peers[address]
+                reason, message = session.lost
+                if reason in _PEERS_FAULTS:
+                    self._breakers.failed(address, f"{reason}: {message}", now_s)
 
     def _idle_s(self) -> float:
         """0.1 ms while a read runs that no socket announces, a tick while a deadline runs, else long."""

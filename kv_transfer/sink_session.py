@@ -61,7 +61,14 @@ class PeerSession:
         self._reads: Reads | None = None
         """None until the hello is over, and once the session is lost."""
         self._renewals: Renewals | None = None
-        self.is_lost = False
+        self.lost: tuple[FailReason, str] | None = None
+        """Why this session is over."""
+        self.has_read = False
+        """A read has arrived over this session."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lost is not None
 
     @property
     def is_ready(self) -> bool:
@@ -151,6 +158,7 @@ class PeerSession:
             if result.peer_lost:
                 self.lose("peer_lost", result.error or "the peer is gone", now_s)
             else:
+                self.has_read |= result.error is None
                 self._ledger.on_result(result, now_s)
         return bool(results)
 
@@ -166,7 +174,7 @@ class PeerSession:
         """The peer is given up: fence its reads, then end every hand-over with it."""
         if self.is_lost:
             return
-        self.is_lost = True
+        self.lost = reason, message
         if self._reads is not None:
             self._reads.close()
             self._reads = None

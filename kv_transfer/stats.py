@@ -29,6 +29,8 @@ class SinkStats:
     num_handovers: int
     num_peers: int
     num_quarantined_blocks: int
+    num_paused_peers: int
+    """Peers that failed several times in a row."""
     requests: int
     arrived: int
     abandoned: int

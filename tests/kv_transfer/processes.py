@@ -1,7 +1,9 @@
 """Handles on `peer` processes, and which transports can cross to one."""
 
+import contextlib
 import importlib.util
 import json
+import os
 import select
 import signal
 import subprocess
@@ -20,6 +22,9 @@ needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl_cu12") is None and importlib.util.find_spec("nixl_cu13") is None,
     reason="NIXL is not installed: pip install 'tandem-serve[nixl]'",
 )
+
+FENCED_TRANSPORTS = ["zmq", pytest.param("nixl", marks=needs_nixl)]
+"""NIXL over TCP is not among them: its source may abort when a reader cuts a read (decision 012)."""
 
 REAL_TRANSPORTS = ["zmq", pytest.param("nixl", marks=needs_nixl), pytest.param("nixl-tcp", marks=needs_nixl)]
 
@@ -51,8 +56,8 @@ class Peer:
             [sys.executable, "-m", "tests.kv_transfer.peer", json.dumps(setup)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
+        self._unread = b""
         self.ready: list[Any] = self.expect("ready")
 
     def __enter__(self) -> "Peer":
@@ -62,7 +67,8 @@ class Peer:
         self.kill()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.stdout.close()
 
     @property
@@ -72,7 +78,7 @@ class Peer:
 
     def tell(self, *command: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
 
     def expect(self, name: str, timeout_s: float = TIMEOUT_S) -> list[Any]:
@@ -85,9 +91,20 @@ class Peer:
     def next_line(self, timeout_s: float = TIMEOUT_S) -> list[Any] | None:
         """None if the process has ended or says nothing."""
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
-        line = self._process.stdout.readline() if ready else ""
-        return json.loads(line) if line else None
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+            data = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+            if not data:
+                return None
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+    def catch_up(self) -> None:
+        """Returns once everything told so far is carried out; what the peer said meanwhile is dropped."""
+        self.tell("echo")
+        while (line := self.next_line()) != ["echo"]:
+            assert line is not None, "the peer has ended"
 
     def kill(self) -> None:
         self._process.kill()

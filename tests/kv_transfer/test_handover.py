@@ -1,134 +1,17 @@
 """The two ends with their threads and sockets; peers that die are real processes."""
 
 import os
-import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Generic, TypeVar
 
 import pytest
 import zmq
 
 from kv_transfer.errors import BindError, LayoutError, SettingsError
-from kv_transfer.events import Arrived, Failed, Offered, Reclaimable, Released, SinkEvent, SourceEvent
-from kv_transfer.layout import Identity
+from kv_transfer.events import Arrived, Offered, Reclaimable, Released, SinkEvent
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sink import HandoverSink
-from kv_transfer.source import HandoverSource
-from kv_transfer.transports import make_transport
 from tests.kv_transfer.builders import FIRST, Pool, identity, offer
-from tests.kv_transfer.processes import TIMEOUT_S, Peer
-from wire.services import PromptEngineAddress
-
-_T = TypeVar("_T")
-
-LOSS_LIMIT_S = 2.0
-"""The longest a request may hang on a dead prompt engine."""
-
-
-class Inbox(Generic[_T]):
-    """The events of one end, one at a time."""
-
-    def __init__(self) -> None:
-        self._woken = threading.Event()
-        self._found: deque[_T] = deque()
-
-    def wake(self) -> None:
-        self._woken.set()
-
-    def next(self, events: Callable[[], list[_T]], timeout_s: float) -> _T:
-        until_s = time.monotonic() + timeout_s
-        while not self._found:
-            self._woken.clear()
-            self._found.extend(events())
-            if not self._found:
-                assert time.monotonic() < until_s, f"no event within {timeout_s} s"
-                self._woken.wait(max(0.0, until_s - time.monotonic()))
-        return self._found.popleft()
-
-
-class SourceEnd:
-    def __init__(
-        self,
-        transport: str,
-        address: str,
-        settings: TransferSettings | None = None,
-        pool: Pool | None = None,
-    ) -> None:
-        self._inbox: Inbox[SourceEvent] = Inbox()
-        self.pool = (pool or Pool()).fill()
-        self.source = HandoverSource(
-            identity(),
-            self.pool.regions,
-            make_transport(transport),
-            address,
-            settings or TransferSettings(),
-            self._inbox.wake,
-        )
-
-    def event(self) -> SourceEvent:
-        return self._inbox.next(self.source.events, TIMEOUT_S)
-
-
-class SinkEnd:
-    def __init__(
-        self, transport: str, settings: TransferSettings, pool: Pool, own_identity: Identity
-    ) -> None:
-        self._inbox: Inbox[SinkEvent] = Inbox()
-        self.pool = pool
-        self.sink = HandoverSink(
-            own_identity, pool.regions, make_transport(transport), settings, self._inbox.wake
-        )
-
-    def event(self, timeout_s: float = TIMEOUT_S) -> SinkEvent:
-        return self._inbox.next(self.sink.events, timeout_s)
-
-    def failure(self, timeout_s: float = TIMEOUT_S) -> Failed:
-        event = self.event(timeout_s)
-        assert isinstance(event, Failed), event
-        return event
-
-
-@contextmanager
-def a_source(
-    transport: str = "fake",
-    address: str = "tcp://127.0.0.1:0",
-    settings: TransferSettings | None = None,
-    pool: Pool | None = None,
-) -> Iterator[SourceEnd]:
-    end = SourceEnd(transport, address, settings, pool)
-    yield end
-    end.source.close()
-    assert end.source.stats().internal_errors == 0
-
-
-@contextmanager
-def a_sink(
-    transport: str = "fake",
-    settings: TransferSettings | None = None,
-    pool: Pool | None = None,
-    own_identity: Identity | None = None,
-) -> Iterator[SinkEnd]:
-    end = SinkEnd(
-        transport, settings or TransferSettings(), pool or Pool(), own_identity or identity("completion-0", 9)
-    )
-    yield end
-    end.sink.close()
-    assert end.sink.stats().internal_errors == 0
-
-
-def address_of(control_address: str, epoch: int = 1) -> PromptEngineAddress:
-    return PromptEngineAddress(engine_id="prompt-0", epoch=epoch, control_address=control_address)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.kv_transfer.ends import LOSS_LIMIT_S, SinkEnd, SourceEnd, a_sink, a_source, address_of, free_port
+from tests.kv_transfer.processes import Peer
 
 
 def hand_over(peer: Peer, sink: SinkEnd, epoch: int = 1, handover_id: str = "h") -> None:
@@ -391,16 +274,6 @@ def test_stopped_source_counts_as_lost_when_its_heartbeat_stops() -> None:
         peer.expect("echo")
         peer.stop()
         assert sink.failure(LOSS_LIMIT_S + 0.5).reason == "peer_lost"
-
-
-def test_source_restarted_at_its_address_is_read_again(real_transport: str) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}"
-    with a_sink(real_transport) as sink:
-        for epoch in (1, 2, 3):
-            with Peer("source", real_transport, address=address, epoch=epoch) as peer:
-                hand_over(peer, sink, epoch)
-                sink.sink.request("stale", address_of(address, epoch + 10))
-                assert sink.failure().reason == "wrong_engine"
 
 
 # A sink that dies
