@@ -72,5 +72,5 @@ class Breakers:
 
     def _pause_s(self, num_failures: int) -> float:
         doublings = min(max(0, num_failures - self._settings.breaker_failures), 30)
-        longest_s = min(self._settings.breaker_max_pause_s, self._settings.breaker_pause_s * 2**doublings)
+        longest_s = min(self._settings.breaker_max_pause_s, self._settings.breaker_pause_s * 2.0**doublings)
         return longest_s * self._random.uniform(0.5, 1.0)
