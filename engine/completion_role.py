@@ -140,9 +140,16 @@ class CompletionHandover:
                 failures.append(self._give_up(arrival, 400, "context_length_exceeded", message))
                 continue
             arrival.stage = "pulling"
-            cache = arrival.sequence.cache
-            self._sink.pull(arrival.handover_id, cache.block_table, cache.state_id)
+            self._pull(arrival)
         return failures
+
+    def _pull(self, arrival: Arrival) -> None:
+        """All but the blocks that were found in this engine's own cache."""
+        cache = arrival.sequence.cache
+        num_cached = cache.hit_tokens // cache.block_size
+        self._sink.pull(
+            arrival.handover_id, cache.block_table[num_cached:], cache.state_id, first_block=num_cached
+        )
 
     def _on_arrived(self, arrival: Arrival, now_s: float) -> None:
         if arrival.stage == "pulling":

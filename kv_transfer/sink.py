@@ -170,6 +170,8 @@ class HandoverSink:
             failures_by_reason=dict(counters.failures),
             bytes_read=counters.bytes_read,
             blocks_read=counters.blocks_read,
+            bytes_skipped=counters.bytes_skipped,
+            blocks_skipped=counters.blocks_skipped,
             renewals=counters.renewals,
             fences=counters.fences,
             seconds_by_stage=dict(counters.stage_s),

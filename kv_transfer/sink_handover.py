@@ -52,6 +52,7 @@ class Handover:
     """Reads that can still write to the destination."""
     num_bytes: int = 0
     num_local_blocks: int = 0
+    num_skipped_blocks: int = 0
 
     def overdue(self, now_s: float) -> FailReason | None:
         """Why it must be given up now, if it must. A quarantined one has been given up already."""

@@ -54,6 +54,7 @@ class SinkLedger:
         self._epoch = epoch
         self._block_size = block_size
         self._regions = tuple(regions)
+        self._kv_block_bytes = next(region.block_bytes for region in regions if region.kind == "kv")
         self._settings = settings
         self._counters = counters
         self._send = send
@@ -139,6 +140,7 @@ class SinkLedger:
             return
         self._leave_stage(handover, "queue", now_s)
         handover.num_local_blocks = int(local_ids.size)
+        handover.num_skipped_blocks = first_block
         handover.num_bytes = sum(
             int(read.local_ids.size) * self._regions[read.region].block_bytes for read in reads
         )
@@ -224,6 +226,8 @@ class SinkLedger:
         self._leave_stage(handover, "confirm", now_s)
         del self._handovers[handover.handover_id]
         self._counters.arrived += 1
+        self._counters.blocks_skipped += handover.num_skipped_blocks
+        self._counters.bytes_skipped += handover.num_skipped_blocks * self._kv_block_bytes
         self._emit(Arrived(handover.handover_id))
 
     # Leases

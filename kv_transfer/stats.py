@@ -37,6 +37,9 @@ class SinkStats:
     failures_by_reason: dict[str, int]
     bytes_read: int
     blocks_read: int
+    bytes_skipped: int
+    """Of blocks that the reader had already, in hand-overs that arrived."""
+    blocks_skipped: int
     renewals: int
     fences: int
     seconds_by_stage: dict[str, float]
@@ -70,6 +73,8 @@ class SinkCounters:
     abandoned: int = 0
     bytes_read: int = 0
     blocks_read: int = 0
+    bytes_skipped: int = 0
+    blocks_skipped: int = 0
     renewals: int = 0
     fences: int = 0
     internal_errors: int = 0
