@@ -11,6 +11,8 @@ class SourceStats:
     num_pinned: int
     num_waiting: int
     num_peers: int
+    announcements: int
+    """Of chunks, before the offer."""
     offers: int
     ends_by_reason: dict[str, int]
     leases_granted: int
@@ -43,7 +45,8 @@ class SinkStats:
     renewals: int
     fences: int
     seconds_by_stage: dict[str, float]
-    """wait (request to offer), queue (offer to pull), read, confirm; summed over `counts_by_stage`."""
+    """wait (request to first announcement), queue (that to pull), read (pull to last byte), tail (last
+    announcement to last byte), confirm; summed over `counts_by_stage`."""
     counts_by_stage: dict[str, int]
     ignored_by_kind: dict[str, int]
     """Messages that had no effect: invalid, stale, duplicate, unknown."""
@@ -54,6 +57,7 @@ class SinkStats:
 class SourceCounters:
     """Written by the pump thread only."""
 
+    announcements: int = 0
     offers: int = 0
     leases_granted: int = 0
     leases_renewed: int = 0

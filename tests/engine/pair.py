@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engine.choices import Choices
-from engine.completion_role import CompletionHandover
+from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.drafters import Drafter, PromptLookup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import AddRequest, RequestOutput
@@ -28,6 +29,7 @@ BLOCK_SIZE = 4
 CHUNK = 8
 EOS = 2
 DEADLINE_S = 30.0
+LIMITS = ArrivalLimits(wait_s=20.0, room_wait_s=20.0, share=0.5)
 
 
 def tiny_checkpoint(path: Path) -> Path:
@@ -92,14 +94,14 @@ class TestEngine:
             )
         )
         self.choices = Choices(self.scheduler)
-        role = make_role(self.scheduler, self.choices)
+        self.role = make_role(self.scheduler, self.choices)
         if num_draft_tokens and drafter is None:
             drafter = PromptLookup(self.scheduler.config.num_draft_slots)
         self.engine = LLMEngine(
             self.scheduler,
             runner,
             Sampler(),
-            role,
+            self.role,
             choices=self.choices,
             overlap=overlap,
             drafter=drafter if num_draft_tokens else None,
@@ -142,6 +144,8 @@ class EnginePair:
         prompt_blocks: int = 64,
         completion_blocks: int = 64,
         overlap: bool = False,
+        chunk_handover: bool = True,
+        limits: ArrivalLimits = LIMITS,
     ) -> None:
         self._woken = threading.Event()
         identity = Identity("p-engine", 1, {"block_size": str(BLOCK_SIZE)})
@@ -160,13 +164,15 @@ class EnginePair:
         self.prompt = TestEngine(
             EngineType.PROMPT,
             prompt_runner,
-            lambda scheduler, choices: PromptHandover(scheduler, self._source, choices),
+            lambda scheduler, choices: PromptHandover(
+                scheduler, self._source, choices, announces_chunks=chunk_handover
+            ),
             overlap=overlap,
         )
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
-            lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, wait_s=20.0),
+            lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, limits),
             overlap=overlap,
         )
         self.address = PromptEngineAddress(
@@ -190,7 +196,12 @@ class EnginePair:
         )
 
     def add_completion(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, n: int = 1
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        n: int = 1,
+        handover_id: str | None = None,
     ) -> None:
         self.completion.engine.add(
             AddRequest(
@@ -198,7 +209,7 @@ class EnginePair:
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
                 num_completions=n,
-                handover_id=f"handover-{request_id}",
+                handover_id=handover_id or f"handover-{request_id}",
                 prompt_engine=self.address,
             )
         )
@@ -212,6 +223,15 @@ class EnginePair:
             self.completion.turn()
             if not (self.prompt.engine.has_work or self.completion.engine.has_work):
                 self._woken.wait(0.01)
+
+    def run_completion_until(self, condition: Callable[[], bool], what: str) -> None:
+        """While the prompt engine stands still."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
+            self._woken.clear()
+            self.completion.turn()
+            self._woken.wait(0.01)
 
     def run_until_drained(self) -> None:
         self.run_until(lambda: self.prompt.is_drained and self.completion.is_drained, "all blocks are free")
@@ -229,7 +249,7 @@ class EnginePair:
 
 
 @contextmanager
-def engine_pair(checkpoint: Path, **options: int) -> Iterator[EnginePair]:
+def engine_pair(checkpoint: Path, **options: Any) -> Iterator[EnginePair]:
     pair = EnginePair(checkpoint, **options)
     try:
         yield pair
