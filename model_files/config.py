@@ -1,9 +1,10 @@
-"""The numbers that describe a decoder of the Llama family, wherever they were read."""
+"""The numbers that describe a decoder, wherever they were read."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "transformers"]
+"""`transformers`: none that the engine computes by itself; the transformers package may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and flags of one decoder; sizes are numbers of elements."""
+    """Shape and flags of one decoder; sizes are numbers of elements.
+
+    Of an architecture `transformers`, flags and rotary settings say nothing.
+    """
 
     architecture: Architecture
     vocab_size: int

@@ -13,13 +13,13 @@ class Fields:
 
     def __init__(self, source: str, values: Mapping[str, object]) -> None:
         self.source = source
-        self._values = values
+        self.values = values
 
     def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
+        return self.values.get(key) is not None
 
     def raw(self, key: str) -> object:
-        return self._values.get(key)
+        return self.values.get(key)
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
@@ -76,7 +76,7 @@ class Fields:
         return Fields(f"{self.source}, {key}", self.mapping(key))
 
     def _value(self, key: str, default: object) -> object:
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             value = default
         if value is None:

@@ -1,6 +1,6 @@
 """A model in one GGUF file: configuration, tokenizer and weights under their Hugging Face names."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -57,6 +57,9 @@ class GgufModel:
 
     def config(self) -> ModelConfig:
         return self._config
+
+    def source_config(self) -> Mapping[str, object]:
+        return {}
 
     def tokenizer(self) -> Tokenizer:
         return build_tokenizer(self._file.fields)

@@ -5,7 +5,7 @@ model.safetensors or the shards that model.safetensors.index.json names.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -29,7 +29,8 @@ class HfDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.name = path.resolve().name
-        self._config = read_config(_read_json(path / "config.json"), self._generation_eos())
+        self._fields = _read_json(path / "config.json")
+        self._config = read_config(self._fields, self._generation_eos())
 
     @cached_property
     def revision(self) -> str:
@@ -40,6 +41,9 @@ class HfDirectory:
 
     def config(self) -> ModelConfig:
         return self._config
+
+    def source_config(self) -> Mapping[str, object]:
+        return self._fields.values
 
     def tokenizer(self) -> Tokenizer:
         content = _read_bytes(self._path / "tokenizer.json")

@@ -1,6 +1,6 @@
 """What the rest of Tandem knows of a model on disk, whatever its file format."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +37,10 @@ class ModelFiles(Protocol):
         ...
 
     def config(self) -> ModelConfig: ...
+
+    def source_config(self) -> Mapping[str, object]:
+        """The content of config.json, for the transformers package; empty where the format has none."""
+        ...
 
     def tokenizer(self) -> Tokenizer: ...
 
