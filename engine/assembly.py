@@ -8,16 +8,15 @@ import torch
 
 from engine.activity import make_activity_log
 from engine.choices import Choices
-from engine.completion_role import ArrivalLimits, CompletionHandover
+from engine.completion_role import CompletionHandover
 from engine.config import EngineConfig
 from engine.drafters import Drafter, PromptLookup
 from engine.errors import EngineError, EngineStartError
 from engine.group import EngineGroup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import Ready
-from engine.kv_pool import KVPool
 from engine.llm_engine import LLMEngine
-from engine.model_runner import ModelRunner, keep_freed_memory, load_model_runner
+from engine.model_runner import Runner, keep_freed_memory, load_model_runner
 from engine.prompt_role import PromptHandover
 from engine.rendezvous import GroupPlace, join_group
 from engine.sampler import Sampler
@@ -60,6 +59,8 @@ def build_engine(
             weight_format=config.dtype,
             block_size=config.block_size,
             kv_bytes=config.kv_bytes,
+            state_bytes=config.state_bytes,
+            max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             num_threads=config.num_threads,
         )
@@ -67,11 +68,9 @@ def build_engine(
         group = build_group(config, settings, files, wake, report)
         scheduler = Scheduler(settings, group=group)
         report("starting transfers", 0.9)
-        identity = Identity(config.engine_id, config.epoch, compatibility(config, files, runner.kv_pool))
+        identity = Identity(config.engine_id, config.epoch, compatibility(config, files, runner))
         choices = Choices(scheduler)
-        role, transport, control_address = build_role(
-            config, identity, runner.kv_pool, scheduler, choices, wake
-        )
+        role, transport, control_address = build_role(config, identity, runner, scheduler, choices, wake)
     except (ModelFilesError, EngineError, TransferError, ConfigError) as error:
         raise EngineStartError(str(error)) from error
     activity_log = make_activity_log(runner.config, config.peak_gflops)
@@ -99,7 +98,7 @@ def build_engine(
     return engine, ready
 
 
-def scheduler_config(config: EngineConfig, runner: ModelRunner) -> SchedulerConfig:
+def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
     """The scheduler's configuration; `EngineStartError` when the pool cannot hold the promised length."""
     pool, model = runner.kv_pool, runner.config
     num_pool_tokens = (pool.num_blocks - 1) * config.block_size
@@ -121,6 +120,7 @@ def scheduler_config(config: EngineConfig, runner: ModelRunner) -> SchedulerConf
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         num_blocks=pool.num_blocks,
+        num_state_slots=None if runner.states is None else runner.states.num_slots,
         stop_preempted_request=config.stop_preempted_request,
         prefill_attempt_interval=config.prefill_attempt_interval,
         prefill_any_attempt_interval=config.prefill_any_attempt_interval,
@@ -169,16 +169,16 @@ def shared_options(config: EngineConfig, settings: SchedulerConfig, files: Model
     return {"--" + name.replace("_", "-") if name in flags else name: text for name, text in options.items()}
 
 
-def compatibility(config: EngineConfig, files: ModelFiles, pool: KVPool) -> dict[str, str]:
+def compatibility(config: EngineConfig, files: ModelFiles, runner: Runner) -> dict[str, str]:
     """What must be equal on both ends of a hand-over."""
     return {
         "protocol": str(PROTOCOL_VERSION),
         "model": files.name,
         "revision": files.revision,
         "weights": config.dtype,
-        "kv_layout": str(pool.layout),
+        "kv_layout": str(runner.kv_pool.layout),
         "block_size": str(config.block_size),
-        "state": "none",
+        "state": "none" if runner.states is None else str(runner.states.layout),
         "tensor_parallel": "1",
     }
 
@@ -186,7 +186,7 @@ def compatibility(config: EngineConfig, files: ModelFiles, pool: KVPool) -> dict
 def build_role(
     config: EngineConfig,
     identity: Identity,
-    pool: KVPool,
+    runner: Runner,
     scheduler: Scheduler,
     choices: Choices,
     wake: Callable[[], None],
@@ -196,14 +196,22 @@ def build_role(
         return NoHandover(scheduler), None, None
     transport: Transport = make_transport(config.transport)
     settings = TransferSettings(lease_s=config.lease_s, advertise_host=config.control_advertise_host)
-    regions = [Region("kv", pool.address, pool.block_bytes, pool.num_blocks)]
+    regions = regions_of(runner)
     if config.role == "completion":
         sink = HandoverSink(identity, regions, transport, settings, wake)
-        limits = ArrivalLimits(config.handover_wait_s, config.room_wait_s, config.arrival_share)
-        return CompletionHandover(scheduler, sink, choices, limits), transport.name, None
+        return (
+            CompletionHandover(scheduler, sink, choices, config.handover_wait_s),
+            transport.name,
+            None,
+        )
     source = HandoverSource(identity, regions, transport, config.control_bind, settings, wake)
-    return (
-        PromptHandover(scheduler, source, choices, announces_chunks=config.chunk_handover),
-        transport.name,
-        source.control_address,
-    )
+    return PromptHandover(scheduler, source, choices), transport.name, source.control_address
+
+
+def regions_of(runner: Runner) -> list[Region]:
+    """The memory that a hand-over moves: blocks, and a row of the state pool where there is one."""
+    pool, states = runner.kv_pool, runner.states
+    regions = [Region("kv", pool.address, pool.block_bytes, pool.num_blocks)]
+    if states is not None:
+        regions.append(Region("state", states.address, states.row_bytes, states.num_slots))
+    return regions

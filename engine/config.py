@@ -23,6 +23,8 @@ class EngineConfig:
 
     block_size: int = 32
     kv_bytes: int = 1 << 30
+    state_bytes: int | None = None
+    """Of a model with per-sequence states; None: a slot for each of `max_num_seqs`, up to `kv_bytes`."""
     max_model_len: int | None = None
     """None takes the model's own limit, or less where the KV pool is smaller than that."""
     max_num_seqs: int = 64
@@ -51,14 +53,8 @@ class EngineConfig:
     control_bind: str = "tcp://127.0.0.1:0"
     control_advertise_host: str | None = None
     lease_s: float = 10.0
-    chunk_handover: bool = True
-    """A prompt engine lets readers begin before the whole prompt is computed."""
     handover_wait_s: float = 60.0
     """How long a completion engine keeps a request that waits for its KV blocks or for room for them."""
-    room_wait_s: float = 60.0
-    """How long a hand-over that could be read waits for room before it is left to another engine."""
-    arrival_share: float = 0.5
-    """Of a completion engine's pool, for sequences on their way there."""
 
     log_level: str = "info"
     peak_gflops: float | None = None

@@ -3,6 +3,7 @@
 EngineError
 ├── EngineStartError    the engine process cannot start; one line that says what to do
 ├── KVPoolError         the KV pool cannot be made; the message names --kv-bytes or --block-size
+├── ModelNotSupportedError  neither we nor transformers can compute this model; one line that says why
 ├── WeightFormatError   the weights cannot be kept in the form asked for by --dtype
 └── ModelOutputError    the model produced something that no token can be drawn from
 """
@@ -18,6 +19,10 @@ class EngineStartError(EngineError):
 
 class KVPoolError(EngineError, ValueError):
     """The KV pool does not fit, or holds no usable block."""
+
+
+class ModelNotSupportedError(EngineError):
+    """A model whose attention and cache the engine cannot own."""
 
 
 class WeightFormatError(EngineError, ValueError):

@@ -74,6 +74,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_free_blocks: int
     num_usable_blocks: int
+    num_free_slots: int = 0
+    num_usable_slots: int = 0
+    """State slots; 0 where the model keeps no state."""
     num_handovers: int = 0
     """Prompt engine: hand-overs held for a reader. Completion engine: requests waiting for their KV."""
     num_steps: int = 0

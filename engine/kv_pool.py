@@ -20,31 +20,50 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of one block: [num_layers, block_size, 2 (key, value), num_kv_heads, head_dim] of float32."""
+    """Shape of one block: [num_layers, block_size, 2 (key, value), num_kv_heads, head_dim] of float32.
+
+    `num_layers` counts the layers that attend. Where values are of another width than keys, a block is
+    [num_layers, block_size, num_kv_heads * (head_dim + value_head_dim)]: keys of all heads, then values.
+    """
 
     num_layers: int
     block_size: int
     num_kv_heads: int
     head_dim: int
+    value_head_dim: int | None = None
+    """None: as wide as keys."""
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int) -> "KVLayout":
-        if block_size < 1:
-            raise KVPoolError(f"--block-size must be at least 1, got {block_size}")
         return cls(config.num_layers, block_size, config.num_kv_heads, config.head_dim)
 
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise KVPoolError(f"--block-size must be at least 1, got {self.block_size}")
+
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, self.block_size, 2, self.num_kv_heads, self.head_dim)
+    def key_width(self) -> int:
+        """Numbers of one token's keys in one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def token_width(self) -> int:
+        """Numbers of one token's keys and values in one layer."""
+        return self.num_kv_heads * (self.head_dim + (self.value_head_dim or self.head_dim))
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        if self.value_head_dim in (None, self.head_dim):
+            return (self.num_layers, self.block_size, 2, self.num_kv_heads, self.head_dim)
+        return (self.num_layers, self.block_size, self.token_width)
 
     @property
     def block_bytes(self) -> int:
-        token_numbers = self.num_layers * 2 * self.num_kv_heads * self.head_dim
-        return token_numbers * self.block_size * _FLOAT32_BYTES
+        return self.num_layers * self.block_size * self.token_width * _FLOAT32_BYTES
 
     def __str__(self) -> str:
         """Equal texts mean exchangeable blocks."""
-        return f"float32[{self.num_layers},{self.block_size},2,{self.num_kv_heads},{self.head_dim}]"
+        return f"float32[{','.join(map(str, self.block_shape))}]"
 
 
 class KVPool:
@@ -62,10 +81,10 @@ class KVPool:
             )
         self.layout = layout
         self.num_blocks = num_blocks
-        self._region = _allocate(num_blocks * layout.block_bytes)
+        self._region = allocate(num_blocks * layout.block_bytes, "KV pool", "--kv-bytes")
         numbers = torch.from_numpy(self._region.buffer.view(np.float32))
         self.tensor = numbers.view(num_blocks, *layout.block_shape)
-        """[num_blocks, num_layers, block_size, 2, num_kv_heads, head_dim], float32."""
+        """[num_blocks, *layout.block_shape], float32."""
         self.token_rows = numbers.view(num_blocks * layout.num_layers * layout.block_size, -1)
         """The same memory, one row per (block, layer, token): keys of all heads, then their values."""
         self.layer_rows = numbers.view(num_blocks * layout.num_layers, -1)
@@ -96,17 +115,18 @@ class KVPool:
         assert not self.tensor[NULL_BLOCK].isnan().any()
 
 
-def _allocate(num_bytes: int) -> HugePageRegion:
+def allocate(num_bytes: int, what: str, option: str) -> HugePageRegion:
+    """Memory for a pool; `KVPoolError` names the option where it does not fit."""
     available = _available_bytes()
     if available is not None and num_bytes > available:
         raise KVPoolError(
-            f"the KV pool of {num_bytes} bytes does not fit the {available} bytes of free memory; "
-            "lower --kv-bytes"
+            f"the {what} of {num_bytes} bytes does not fit the {available} bytes of free memory; "
+            f"lower {option}"
         )
     try:
         return HugePageRegion(num_bytes)
     except (OSError, OverflowError) as error:
-        raise KVPoolError(f"cannot map {num_bytes} bytes ({error}); lower --kv-bytes") from None
+        raise KVPoolError(f"cannot map {num_bytes} bytes ({error}); lower {option}") from None
 
 
 def _available_bytes() -> int | None:

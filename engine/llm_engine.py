@@ -16,7 +16,7 @@ from engine.drafters import Drafter
 from engine.group import Solo, StepGroup
 from engine.handover_role import HandoverRole
 from engine.ipc import AddRequest, EngineStats, RequestFailure, RequestOutput
-from engine.model_runner import ModelRunner
+from engine.model_runner import Runner
 from engine.sampler import Sampler
 from engine.speculation import Speculation
 from engine.step_executor import (
@@ -54,7 +54,7 @@ class LLMEngine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Runner,
         sampler: Sampler,
         role: HandoverRole,
         clock: Callable[[], float] = time.monotonic,
@@ -175,6 +175,8 @@ class LLMEngine:
             num_running=scheduler.num_running,
             num_free_blocks=scheduler.num_free_blocks,
             num_usable_blocks=scheduler.num_usable_blocks,
+            num_free_slots=scheduler.num_free_slots or 0,
+            num_usable_slots=scheduler.num_usable_slots or 0,
             num_handovers=self._role.num_handovers(),
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -254,8 +256,6 @@ class LLMEngine:
         token_ids = self._choices.tokens_of_sequences(outputs, draws, outcome.token_ids)
         results = self._scheduler.process_outputs(outputs, token_ids, outcome.accepted, now_s=now_s)
         self._choices.part(outputs, draws, results, outcome.drawn, now_s)
-        if outputs.prompt_run:
-            self._role.announce([s for s in outputs.sequences if s.status is SequenceStatus.WAITING])
         self._role.after_step(results.prompts_done, results.finished)
         if self._speculation is not None:
             self._speculation.after_step(

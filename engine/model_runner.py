@@ -2,18 +2,23 @@
 
 import ctypes
 import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.errors import ModelNotSupportedError
 from engine.kv_pool import KVLayout, KVPool
 from engine.model.attention import plan_attention
 from engine.model.interface import DecoderModel, StepInputs
 from engine.model.linear import check_weight_format
 from engine.model.loader import load_model
+from engine.state_pool import StatePool
 from model_files import ModelConfig, ModelFiles
+from shared_scheduler import Batch
 
 Int32Array = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.integer]
@@ -38,13 +43,37 @@ class ModelBatch(Protocol):
     def block_tables(self) -> Int32Array: ...
 
 
+class Runner(Protocol):
+    """One model over its pools. `states` is None where the model keeps nothing but keys and values."""
+
+    config: ModelConfig
+    kv_pool: KVPool
+    states: StatePool | None
+
+    def forward(self, batch: Batch, logit_rows: IntArray | None = None) -> torch.Tensor:
+        """Logits float32 [R, vocab] of these of the T tokens; what the model keeps of all goes to the pools.
+
+        `logit_rows` [R], ascending; None: each sequence's last token.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    kv_bytes: int = 1 << 30
+    state_bytes: int | None = None
+    """None: a state slot for each of `max_num_seqs`, but not more memory than `kv_bytes`."""
+    max_num_seqs: int = 64
+
+
 class ModelRunner:
-    """One model over one KV pool."""
+    """The runner of the own forward pass."""
 
     def __init__(self, model: DecoderModel, config: ModelConfig, kv_pool: KVPool) -> None:
         self._model = model
         self.config = config
         self.kv_pool = kv_pool
+        self.states: StatePool | None = None
 
     @torch.inference_mode()
     def forward(self, batch: ModelBatch, logit_rows: IntArray | None = None) -> torch.Tensor:
@@ -77,17 +106,29 @@ def load_model_runner(
     weight_format: str = "fp16w",
     block_size: int = 32,
     kv_bytes: int = 1 << 30,
+    state_bytes: int | None = None,
+    max_num_seqs: int = 64,
     max_model_len: int | None = None,
     num_threads: int | None = None,
-) -> ModelRunner:
-    """Loads the weights, on `num_threads` or all usable cores, and makes the pool.
+) -> Runner:
+    """Loads the weights, on `num_threads` or all usable cores, and makes the pools.
 
     `max_model_len` None takes the model's own limit, or what the pool can hold.
 
-    ModelFilesError, WeightFormatError or KVPoolError, each with one line that says what to do.
+    ModelFilesError, ModelNotSupportedError, WeightFormatError or KVPoolError, each with one line that says
+    what to do.
     """
     config = files.config()
     checked_format = check_weight_format(weight_format)
+    if config.architecture == "transformers":
+        if find_spec("transformers") is None:
+            raise ModelNotSupportedError(
+                f"{files.name} needs the transformers package: pip install 'tandem-serve[transformers]'"
+            )
+        from engine.hf.assembly import load_transformers_runner  # imports transformers: seconds
+
+        sizes = PoolSizes(kv_bytes=kv_bytes, state_bytes=state_bytes, max_num_seqs=max_num_seqs)
+        return load_transformers_runner(files, checked_format, block_size, sizes)
     pool = KVPool.of_bytes(KVLayout.of(config, block_size), kv_bytes)
     max_positions = max_model_len or config.max_position_embeddings
     num_positions = min(max_positions, config.max_position_embeddings, pool.num_blocks * block_size)

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from engine.choices import NO_DRAWS, FirstDraws
-from engine.copies import StateRows, execute_copies
+from engine.copies import execute_copies
 from engine.draw_rows import DrawRows
-from engine.model_runner import ModelRunner
+from engine.model_runner import Runner
 from engine.sampler import Int32Array, Int64Array, SampledTokens, Sampler
 from engine.verification import Verified, verify
 from shared_scheduler import Batch, SchedulerOutputs
@@ -64,20 +64,18 @@ class ModelStep:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         sampler: Sampler,
-        states: StateRows | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
-        self._states = states
         self._clock = clock
         self._rows = DrawRows()
 
     def run(self, outputs: SchedulerOutputs, draws: FirstDraws, previous: StepOutcome | None) -> StepOutcome:
         """`previous`: what the last step that had a batch has drawn, if this batch may need it."""
-        execute_copies(outputs.copies, self._runner.kv_pool, self._states)
+        execute_copies(outputs.copies, self._runner.kv_pool, self._runner.states)
         batch = outputs.batch
         if batch is None:
             return NOTHING_DRAWN

@@ -211,8 +211,7 @@ class BatchBuilder:
             )
 
     def _check_own(self, block_ids: Int32Array) -> None:
-        is_shared = self._blocks.num_shared and self._blocks.max_count(block_ids) > 1
-        if is_shared or self._blocks.any_cached(block_ids):
+        if self._blocks.num_shared and self._blocks.max_count(block_ids) > 1:
             raise CorruptionError("a step writes a block that has another owner")
 
     def _check_own_state(self, slots: Int32Array) -> None:

@@ -35,6 +35,13 @@ ENGINE_METRICS = (
     EngineMetric("tandem_engine_handovers", "gauge", "Hand-overs held or awaited", lambda s: s.num_handovers),
     EngineMetric("tandem_engine_kv_free_blocks", "gauge", "Free KV blocks", lambda s: s.num_free_blocks),
     EngineMetric("tandem_engine_kv_blocks", "gauge", "KV blocks of the pool", lambda s: s.num_usable_blocks),
+    EngineMetric("tandem_engine_state_free_slots", "gauge", "Free state slots", lambda s: s.num_free_slots),
+    EngineMetric(
+        "tandem_engine_state_slots",
+        "gauge",
+        "State slots of the pool; 0 for a model without states",
+        lambda s: s.num_usable_slots,
+    ),
     EngineMetric("tandem_engine_steps_total", "counter", "Steps run", lambda s: s.num_steps),
     EngineMetric(
         "tandem_engine_prompt_tokens_total",

@@ -19,6 +19,7 @@ SHARED_WITH_ENGINE = (
     "num_threads",
     "block_size",
     "kv_bytes",
+    "state_bytes",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -52,6 +53,12 @@ class EngineServiceSettings(ProcessSettings):
 
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a KV block")
     kv_bytes: int = Field(1 << 30, gt=0, description="memory of the KV pool")
+    state_bytes: int | None = Field(
+        None,
+        gt=0,
+        description="memory for per-sequence states of models that keep some; default: a slot for each of "
+        "max_num_seqs, at most kv_bytes",
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt + completion in tokens; default: the model's own limit"
     )

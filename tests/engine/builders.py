@@ -19,6 +19,7 @@ class StepOf:
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
+    state_slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class TestBatch:
     seqlens_q: Int32Array
     seqlens_k: Int32Array
     block_tables: Int32Array
+    state_slots: Int32Array
 
 
 def batch_of(*steps: StepOf, block_size: int) -> TestBatch:
@@ -51,6 +53,7 @@ def batch_of(*steps: StepOf, block_size: int) -> TestBatch:
         seqlens_q=np.array([len(step.token_ids) - step.start for step in steps], np.int32),
         seqlens_k=np.array([len(step.token_ids) for step in steps], np.int32),
         block_tables=tables,
+        state_slots=np.array([step.state_slot for step in steps], np.int32),
     )
 
 
@@ -78,9 +81,10 @@ def save_tiny_model(
     **options: object,
 ) -> transformers.PreTrainedModel:
     """A random checkpoint of a family such as `Llama`, in Hugging Face layout; biases are random too."""
-    config = getattr(transformers, f"{family}Config")(**{**TINY, **options})
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = model_class.config_class(**{**TINY, **options})
     torch.manual_seed(1)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

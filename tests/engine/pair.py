@@ -5,19 +5,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from engine.assembly import regions_of
 from engine.choices import Choices
-from engine.completion_role import ArrivalLimits, CompletionHandover
+from engine.completion_role import CompletionHandover
 from engine.drafters import Drafter, PromptLookup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import AddRequest, RequestOutput
 from engine.llm_engine import LLMEngine
-from engine.model_runner import ModelRunner, load_model_runner
+from engine.model_runner import Runner, load_model_runner
 from engine.prompt_role import PromptHandover
 from engine.sampler import Sampler
-from kv_transfer import HandoverSink, HandoverSource, Identity, Region, TransferSettings
+from kv_transfer import HandoverSink, HandoverSource, Identity, TransferSettings
 from kv_transfer.transports.fake import FakeTransport
 from model_files import resolve_model
 from shared_scheduler import EngineType, Scheduler, SchedulerConfig
@@ -29,7 +30,6 @@ BLOCK_SIZE = 4
 CHUNK = 8
 EOS = 2
 DEADLINE_S = 30.0
-LIMITS = ArrivalLimits(wait_s=20.0, room_wait_s=20.0, share=0.5)
 
 
 def tiny_checkpoint(path: Path) -> Path:
@@ -69,7 +69,7 @@ class TestEngine:
     def __init__(
         self,
         kind: EngineType,
-        runner: ModelRunner,
+        runner: Runner,
         make_role: Callable[[Scheduler, Choices], HandoverRole],
         *,
         max_num_seqs: int = 8,
@@ -84,6 +84,7 @@ class TestEngine:
                 engine_type=kind,
                 block_size=BLOCK_SIZE,
                 num_blocks=runner.kv_pool.num_blocks,
+                num_state_slots=None if runner.states is None else runner.states.num_slots,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=CHUNK,
                 max_model_len=min(200, (runner.kv_pool.num_blocks - 1) * BLOCK_SIZE),
@@ -94,14 +95,14 @@ class TestEngine:
             )
         )
         self.choices = Choices(self.scheduler)
-        self.role = make_role(self.scheduler, self.choices)
+        role = make_role(self.scheduler, self.choices)
         if num_draft_tokens and drafter is None:
             drafter = PromptLookup(self.scheduler.config.num_draft_slots)
         self.engine = LLMEngine(
             self.scheduler,
             runner,
             Sampler(),
-            self.role,
+            role,
             choices=self.choices,
             overlap=overlap,
             drafter=drafter if num_draft_tokens else None,
@@ -111,6 +112,7 @@ class TestEngine:
         self.ended: set[str] = set()
         """Requests whose last output is out."""
         self.fewest_free_blocks = self.scheduler.num_free_blocks
+        self.fewest_free_slots = self.scheduler.num_free_slots or 0
 
     def turn(self) -> None:
         """One turn of the engine's loop."""
@@ -123,6 +125,7 @@ class TestEngine:
             if output.is_last:
                 self.ended.add(output.request_id)
         self.fewest_free_blocks = min(self.fewest_free_blocks, self.scheduler.num_free_blocks)
+        self.fewest_free_slots = min(self.fewest_free_slots, self.scheduler.num_free_slots or 0)
         self.scheduler.check_invariants()
         self.choices.check_invariants()
 
@@ -131,7 +134,11 @@ class TestEngine:
 
     @property
     def is_drained(self) -> bool:
-        return self.scheduler.num_free_blocks == self.scheduler.num_usable_blocks
+        scheduler = self.scheduler
+        return (
+            scheduler.num_free_blocks == scheduler.num_usable_blocks
+            and scheduler.num_free_slots == scheduler.num_usable_slots
+        )
 
 
 class EnginePair:
@@ -144,35 +151,39 @@ class EnginePair:
         prompt_blocks: int = 64,
         completion_blocks: int = 64,
         overlap: bool = False,
-        chunk_handover: bool = True,
-        limits: ArrivalLimits = LIMITS,
+        make_runner: Callable[[int], Runner] | None = None,
     ) -> None:
+        """`make_runner`: from the number of blocks; None loads the checkpoint."""
+        make_runner = make_runner or partial(tiny_runner, checkpoint)
         self._woken = threading.Event()
         identity = Identity("p-engine", 1, {"block_size": str(BLOCK_SIZE)})
         settings = TransferSettings(lease_s=5.0)
         prompt_runner, completion_runner = (
-            tiny_runner(checkpoint, blocks) for blocks in (prompt_blocks, completion_blocks)
+            make_runner(blocks) for blocks in (prompt_blocks, completion_blocks)
         )
         self.transport = FakeTransport()
         self._source = HandoverSource(
-            identity, [region(prompt_runner)], FakeTransport(), "tcp://127.0.0.1:0", settings, self._woken.set
+            identity,
+            regions_of(prompt_runner),
+            FakeTransport(),
+            "tcp://127.0.0.1:0",
+            settings,
+            self._woken.set,
         )
         sink_identity = Identity("d-engine", 1, identity.compatibility)
         self._sink = HandoverSink(
-            sink_identity, [region(completion_runner)], self.transport, settings, self._woken.set
+            sink_identity, regions_of(completion_runner), self.transport, settings, self._woken.set
         )
         self.prompt = TestEngine(
             EngineType.PROMPT,
             prompt_runner,
-            lambda scheduler, choices: PromptHandover(
-                scheduler, self._source, choices, announces_chunks=chunk_handover
-            ),
+            lambda scheduler, choices: PromptHandover(scheduler, self._source, choices),
             overlap=overlap,
         )
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
-            lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, limits),
+            lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, wait_s=20.0),
             overlap=overlap,
         )
         self.address = PromptEngineAddress(
@@ -196,12 +207,7 @@ class EnginePair:
         )
 
     def add_completion(
-        self,
-        request_id: str,
-        prompt: list[int],
-        sampling: SamplingParams,
-        n: int = 1,
-        handover_id: str | None = None,
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, n: int = 1
     ) -> None:
         self.completion.engine.add(
             AddRequest(
@@ -209,7 +215,7 @@ class EnginePair:
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
                 num_completions=n,
-                handover_id=handover_id or f"handover-{request_id}",
+                handover_id=f"handover-{request_id}",
                 prompt_engine=self.address,
             )
         )
@@ -223,15 +229,6 @@ class EnginePair:
             self.completion.turn()
             if not (self.prompt.engine.has_work or self.completion.engine.has_work):
                 self._woken.wait(0.01)
-
-    def run_completion_until(self, condition: Callable[[], bool], what: str) -> None:
-        """While the prompt engine stands still."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
-            self._woken.clear()
-            self.completion.turn()
-            self._woken.wait(0.01)
 
     def run_until_drained(self) -> None:
         self.run_until(lambda: self.prompt.is_drained and self.completion.is_drained, "all blocks are free")
@@ -249,7 +246,7 @@ class EnginePair:
 
 
 @contextmanager
-def engine_pair(checkpoint: Path, **options: Any) -> Iterator[EnginePair]:
+def engine_pair(checkpoint: Path, **options: int) -> Iterator[EnginePair]:
     pair = EnginePair(checkpoint, **options)
     try:
         yield pair
@@ -272,7 +269,7 @@ def run_normal(
     return {request_id: normal.answers[request_id].token_ids for request_id in prompts}
 
 
-def tiny_runner(checkpoint: Path, num_blocks: int) -> ModelRunner:
+def tiny_runner(checkpoint: Path, num_blocks: int) -> Runner:
     files = resolve_model(str(checkpoint))
     config = files.config()
     token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
@@ -283,8 +280,3 @@ def tiny_runner(checkpoint: Path, num_blocks: int) -> ModelRunner:
         kv_bytes=num_blocks * BLOCK_SIZE * token_bytes,
         num_threads=1,
     )
-
-
-def region(runner: ModelRunner) -> Region:
-    pool = runner.kv_pool
-    return Region("kv", pool.address, pool.block_bytes, pool.num_blocks)
