@@ -36,7 +36,8 @@ bench: setup
 
 # A hundred times as many random histories as `make test`.
 soak: setup
-	TANDEM_HYPOTHESIS=soak $(BIN)/python -m pytest --timeout 0 tests/shared_scheduler/test_properties.py $(ARGS)
+	TANDEM_HYPOTHESIS=soak $(BIN)/python -m pytest --timeout 0 tests/shared_scheduler/test_properties.py \
+		tests/shared_scheduler/test_reuse.py $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

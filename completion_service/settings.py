@@ -12,6 +12,8 @@ from wire.services import EngineRole
 
 OWN_ENGINE_FIELDS = (
     "handover_wait_s",
+    "room_wait_s",
+    "arrival_share",
     "speculative",
     "num_draft_tokens",
     "prefill_attempt_interval",
@@ -35,6 +37,14 @@ class CompletionServiceSettings(EngineServiceSettings):
     )
     handover_wait_s: float = Field(
         60.0, gt=0, description="how long a request may wait for its KV blocks, or for room for them"
+    )
+    room_wait_s: float = Field(
+        60.0,
+        gt=0,
+        description="how long a hand-over may wait for room here before it is left to another engine",
+    )
+    arrival_share: float = Field(
+        0.5, gt=0, le=1, description="part of the KV pool that sequences on their way here may take"
     )
     speculative: SpeculativeMethod = Field(
         "off", description="ngram: guess that the text goes on as it did before, verify several tokens a step"

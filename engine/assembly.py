@@ -8,7 +8,7 @@ import torch
 
 from engine.activity import make_activity_log
 from engine.choices import Choices
-from engine.completion_role import CompletionHandover
+from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.config import EngineConfig
 from engine.drafters import Drafter, PromptLookup
 from engine.errors import EngineError, EngineStartError
@@ -199,13 +199,14 @@ def build_role(
     regions = regions_of(runner)
     if config.role == "completion":
         sink = HandoverSink(identity, regions, transport, settings, wake)
-        return (
-            CompletionHandover(scheduler, sink, choices, config.handover_wait_s),
-            transport.name,
-            None,
-        )
+        limits = ArrivalLimits(config.handover_wait_s, config.room_wait_s, config.arrival_share)
+        return CompletionHandover(scheduler, sink, choices, limits), transport.name, None
     source = HandoverSource(identity, regions, transport, config.control_bind, settings, wake)
-    return PromptHandover(scheduler, source, choices), transport.name, source.control_address
+    return (
+        PromptHandover(scheduler, source, choices, announces_chunks=config.chunk_handover),
+        transport.name,
+        source.control_address,
+    )
 
 
 def regions_of(runner: Runner) -> list[Region]:

@@ -1,12 +1,16 @@
 """The COMPLETION engine's side of a hand-over.
 
-1. asked      the prompt engine was asked for the hand-over; it is still prefilling
-2. offered    the prompt is computed; blocks and slot are reserved here, at once or when there is room
-3. pulling    the blocks are being read into place
+1. asked      the prompt engine was asked for the hand-over; its first chunk is not computed
+2. offered    there is something to read; blocks for the whole prompt and a slot are reserved here, at once or
+              when there is room, which what is on its way here may take only a share of
+3. pulling    blocks are read into place as they are computed, but for those found in this engine's own cache
 4. arrived    all reads are in and confirmed: every choice is ready to decode and leaves this module
 5. leaving    it failed, was aborted, or waited too long; its blocks go back once no read can touch them
+
+One that finds no room in time is declined: its prompt engine keeps it for another completion engine.
 """
 
+import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +19,6 @@ from engine.choices import Choices
 from engine.handover_role import flatten_counters
 from engine.ipc import AddRequest, RequestFailure, RequestOutput
 from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable
-from kv_transfer.messages import ChoiceStart
 from kv_transfer.sink import HandoverSink
 from shared_scheduler import AllocStatus, RequestError, Scheduler, Sequence
 from wire.services import ServiceError
@@ -41,15 +44,30 @@ class Arrival:
     handover_id: str
     deadline_s: float
     stage: Stage = "asked"
-    first_tokens: tuple[ChoiceStart, ...] = ()
+    room_deadline_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalLimits:
+    """What sequences on their way here may take, of time and of the pool."""
+
+    wait_s: float
+    """From the request to the last byte."""
+    room_wait_s: float
+    """For room, of a hand-over that could be read."""
+    share: float
+    """Of the pool's blocks; one sequence may always come."""
 
 
 class CompletionHandover:
-    def __init__(self, scheduler: Scheduler, sink: HandoverSink, choices: Choices, wait_s: float) -> None:
+    def __init__(
+        self, scheduler: Scheduler, sink: HandoverSink, choices: Choices, limits: ArrivalLimits
+    ) -> None:
         self._scheduler = scheduler
         self._sink = sink
         self._choices = choices
-        self._wait_s = wait_s
+        self._limits = limits
+        self._max_arriving_blocks = int(limits.share * scheduler.num_usable_blocks)
         self._arrivals: dict[str, Arrival] = {}
         """By hand-over id, in order of arrival."""
         self._handover_ids: dict[str, str] = {}
@@ -63,7 +81,7 @@ class CompletionHandover:
             raise RequestError(f"handover_id {handover_id!r} is in use")
         if request.request_id in self._handover_ids or self._scheduler.get(request.request_id) is not None:
             raise RequestError(f"request_id {request.request_id!r} is in use")
-        self._arrivals[handover_id] = Arrival(sequence, handover_id, now_s + self._wait_s)
+        self._arrivals[handover_id] = Arrival(sequence, handover_id, now_s + self._limits.wait_s)
         self._handover_ids[request.request_id] = handover_id
         self._sink.request(handover_id, prompt_engine)
 
@@ -77,6 +95,9 @@ class CompletionHandover:
     def withdraw(self, handover_id: str) -> None:
         pass  # a prompt engine's business; here a hand-over ends by the abort of its request
 
+    def announce(self, prompts: Items[Sequence]) -> None:
+        pass  # nothing is prefilled here
+
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         pass
 
@@ -88,9 +109,9 @@ class CompletionHandover:
                 continue
             match event:
                 case Offered():
-                    failures += self._on_offered(arrival, event)
+                    failures += self._on_offered(arrival, event, now_s)
                 case Arrived():
-                    self._on_arrived(arrival, now_s)
+                    failures += self._on_arrived(arrival, event, now_s)
                 case Failed():
                     failures += self._on_failed(arrival, event)
                 case Reclaimable():
@@ -108,7 +129,7 @@ class CompletionHandover:
     def close(self) -> None:
         self._sink.close()
 
-    def _on_offered(self, arrival: Arrival, offer: Offered) -> list[RequestOutput]:
+    def _on_offered(self, arrival: Arrival, offer: Offered, now_s: float) -> list[RequestOutput]:
         if arrival.stage != "asked":
             return []
         num_tokens = arrival.sequence.num_tokens
@@ -118,17 +139,22 @@ class CompletionHandover:
                 f"the request has {num_tokens}"
             )
             return [self._give_up(arrival, 409, "handover_mismatch", message)]
-        mismatch = self._choices.mismatch(arrival.sequence, offer.first_tokens)
-        if mismatch is not None:
-            return [self._give_up(arrival, 409, "handover_mismatch", mismatch)]
         arrival.stage = "offered"
-        arrival.first_tokens = offer.first_tokens
+        arrival.room_deadline_s = now_s + self._limits.room_wait_s
         return []
 
     def _make_room(self, now_s: float) -> list[RequestOutput]:
-        """Reserve blocks for offered sequences, in order of arrival, until one has to wait."""
+        """Reserve blocks for offered sequences, in order of arrival, until one has to wait.
+
+        What runs keeps the rest of the pool; a sequence that comes alone may be larger than the share.
+        """
         failures: list[RequestOutput] = []
-        for arrival in [a for a in self._arrivals.values() if a.stage == "offered"]:
+        offered = [arrival for arrival in self._arrivals.values() if arrival.stage == "offered"]
+        num_taken = self.num_arriving_blocks if offered else 0
+        for arrival in offered:
+            num_needed = arrival.sequence.num_blocks_needed()
+            if num_taken and num_taken + num_needed > self._max_arriving_blocks:
+                break
             status = self._scheduler.reserve_remote(arrival.sequence, now_s)
             if status is AllocStatus.LATER:
                 break
@@ -139,19 +165,41 @@ class CompletionHandover:
                 )
                 failures.append(self._give_up(arrival, 400, "context_length_exceeded", message))
                 continue
-            arrival.stage = "pulling"
-            cache = arrival.sequence.cache
-            self._sink.pull(arrival.handover_id, cache.block_table, cache.state_id)
+            num_taken += num_needed
+            self._pull(arrival)
         return failures
 
-    def _on_arrived(self, arrival: Arrival, now_s: float) -> None:
-        if arrival.stage == "pulling":
-            self._choices.admit(arrival.sequence, arrival.first_tokens, now_s)
-            self._handover_ids.pop(arrival.sequence.request_id)
-            del self._arrivals[arrival.handover_id]
-        else:
+    @property
+    def num_arriving_blocks(self) -> int:
+        """Of sequences on their way here, also of those that a read may still write to."""
+        return sum(
+            arrival.sequence.cache.block_table.size
+            for arrival in self._arrivals.values()
+            if arrival.sequence.holds_blocks
+        )
+
+    def _pull(self, arrival: Arrival) -> None:
+        """All but the blocks that were found in this engine's own cache."""
+        arrival.stage = "pulling"
+        cache = arrival.sequence.cache
+        num_cached = cache.hit_tokens // cache.block_size
+        self._sink.pull(
+            arrival.handover_id, cache.block_table[num_cached:], cache.state_id, first_block=num_cached
+        )
+
+    def _on_arrived(self, arrival: Arrival, event: Arrived, now_s: float) -> list[RequestOutput]:
+        if arrival.stage != "pulling":
             # Aborted while the confirmation was on its way: nothing reads any more, nobody wants it.
             self._forget(arrival)
+            return []
+        request_id = arrival.sequence.request_id
+        mismatch = self._choices.mismatch(arrival.sequence, event.first_tokens)
+        if mismatch is not None:
+            self._forget(arrival)
+            return [_failure(request_id, 409, "handover_mismatch", mismatch)]
+        self._choices.admit(arrival.sequence, event.first_tokens, now_s)
+        del self._handover_ids[request_id], self._arrivals[arrival.handover_id]
+        return []
 
     def _on_failed(self, arrival: Arrival, event: Failed) -> list[RequestOutput]:
         was_wanted = arrival.stage != "leaving"
@@ -168,16 +216,30 @@ class CompletionHandover:
         return [_failure(request_id, status, f"handover_{event.reason}", event.message)]
 
     def _expire(self, now_s: float) -> list[RequestOutput]:
-        late = [a for a in self._arrivals.values() if a.stage != "leaving" and a.deadline_s <= now_s]
-        return [
-            self._give_up(
-                arrival,
-                503 if arrival.stage == "offered" else 504,
-                "handover_timeout",
-                f"the request waited {self._wait_s:g} s in stage {arrival.stage!r} (--handover-wait-s)",
-            )
-            for arrival in late
-        ]
+        failures: list[RequestOutput] = []
+        for arrival in [a for a in self._arrivals.values() if a.stage != "leaving"]:
+            if arrival.stage == "offered" and min(arrival.room_deadline_s, arrival.deadline_s) <= now_s:
+                failures.append(self._decline(arrival))
+            elif arrival.deadline_s <= now_s:
+                message = (
+                    f"the request waited {self._limits.wait_s:g} s in stage {arrival.stage!r} "
+                    "(--handover-wait-s)"
+                )
+                failures.append(self._give_up(arrival, 504, "handover_timeout", message))
+        return failures
+
+    def _decline(self, arrival: Arrival) -> RequestOutput:
+        """No room: another completion engine may take this hand-over while its lease lives."""
+        request_id = arrival.sequence.request_id
+        self._handover_ids.pop(request_id, None)
+        arrival.stage = "leaving"
+        self._sink.decline(arrival.handover_id)
+        return _failure(
+            request_id,
+            503,
+            "handover_no_room",
+            "no room for its KV came free in time (--room-wait-s, --arrival-share)",
+        )
 
     def _give_up(self, arrival: Arrival, status: int, code: str, message: str) -> RequestOutput:
         request_id = arrival.sequence.request_id

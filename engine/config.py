@@ -53,8 +53,14 @@ class EngineConfig:
     control_bind: str = "tcp://127.0.0.1:0"
     control_advertise_host: str | None = None
     lease_s: float = 10.0
+    chunk_handover: bool = True
+    """A prompt engine lets readers begin before the whole prompt is computed."""
     handover_wait_s: float = 60.0
     """How long a completion engine keeps a request that waits for its KV blocks or for room for them."""
+    room_wait_s: float = 60.0
+    """How long a hand-over that could be read waits for room before it is left to another engine."""
+    arrival_share: float = 0.5
+    """Of a completion engine's pool, for sequences on their way there."""
 
     log_level: str = "info"
     peak_gflops: float | None = None

@@ -27,6 +27,9 @@ class HandoverRole(Protocol):
     def withdraw(self, handover_id: str) -> None:
         """Nobody will take this hand-over; an id that is not held here is ignored."""
 
+    def announce(self, prompts: Items[Sequence]) -> None:
+        """A chunk of each is computed and in its blocks, the rest of the prompt is not."""
+
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         """A step's results are in the ledgers: announce what is ready, let go of what ended."""
 
@@ -67,6 +70,9 @@ class NoHandover:
         self._scheduler.abort(request_id)
 
     def withdraw(self, handover_id: str) -> None:
+        pass
+
+    def announce(self, prompts: Items[Sequence]) -> None:
         pass
 
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:

@@ -256,6 +256,8 @@ class LLMEngine:
         token_ids = self._choices.tokens_of_sequences(outputs, draws, outcome.token_ids)
         results = self._scheduler.process_outputs(outputs, token_ids, outcome.accepted, now_s=now_s)
         self._choices.part(outputs, draws, results, outcome.drawn, now_s)
+        if outputs.prompt_run:
+            self._role.announce([s for s in outputs.sequences if s.status is SequenceStatus.WAITING])
         self._role.after_step(results.prompts_done, results.finished)
         if self._speculation is not None:
             self._speculation.after_step(

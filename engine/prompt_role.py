@@ -1,10 +1,12 @@
 """The PROMPT engine's side of a hand-over.
 
 1. start       the sequence is prefilled like any other; its hand-over id is remembered
-2. after_step  prefill done and some choice goes on: the blocks are offered and stay pinned
+2. announce    a chunk is computed: a reader may read its whole blocks while the next one is
+3. after_step  prefill done and some choice goes on: the blocks are offered and stay pinned
                finished (every choice by EOS or by length, or aborted): the hand-over is withdrawn, a waiting
-               reader is told
-3. poll        the reader let go, its lease expired, or nobody wants it any more: the blocks go back
+               reader is told. One that was announced but never offered pins nothing: its blocks are the
+               scheduler's again, and what was read of them is never confirmed
+4. poll        the reader let go, its lease expired, or nobody wants it any more: the blocks go back
 """
 
 from collections.abc import Sequence as Items
@@ -13,13 +15,22 @@ from engine.choices import Choices
 from engine.handover_role import flatten_counters
 from engine.ipc import AddRequest, RequestOutput
 from kv_transfer.events import Released
+from kv_transfer.offers import Announcement, Offer
 from kv_transfer.source import HandoverSource
-from kv_transfer.source_ledger import Offer
 from shared_scheduler import RequestError, Scheduler, Sequence
 
 
 class PromptHandover:
-    def __init__(self, scheduler: Scheduler, source: HandoverSource, choices: Choices) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        source: HandoverSource,
+        choices: Choices,
+        *,
+        announces_chunks: bool = True,
+    ) -> None:
+        """`announces_chunks`: readers may begin before the whole prompt is computed."""
+        self._announces_chunks = announces_chunks
         self._scheduler = scheduler
         self._source = source
         self._choices = choices
@@ -49,6 +60,18 @@ class PromptHandover:
             self._source.withdraw(handover_id)
         elif handover_id in self._request_ids:
             self._scheduler.abort(self._request_ids[handover_id])
+
+    def announce(self, prompts: Items[Sequence]) -> None:
+        if not self._announces_chunks:
+            return
+        for sequence in prompts:
+            handover_id = self._handover_ids[sequence.request_id]
+            cache = sequence.cache
+            num_blocks = cache.num_tokens // cache.block_size
+            if num_blocks:
+                self._source.announce(
+                    Announcement(handover_id, sequence.num_tokens, cache.block_table[:num_blocks])
+                )
 
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
         for sequence in prompts_done:

@@ -45,13 +45,12 @@ SourceEvent: TypeAlias = Released
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Sink: the prompt is computed; allocate `num_blocks` (or fewer, see `pull`) and call `pull`."""
+    """Sink: the prompt is computed, or the first part of it; allocate `num_blocks`, or fewer, and `pull`."""
 
     handover_id: str
     num_tokens: int
+    """Of the whole prompt, as is `num_blocks`."""
     num_blocks: int
-    first_tokens: tuple[ChoiceStart, ...]
-    has_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,8 @@ class Arrived:
     """Sink, final: every read is in and the source confirmed that its blocks were valid throughout."""
 
     handover_id: str
+    first_tokens: tuple[ChoiceStart, ...]
+    """Of the choices that go on, by the prompt engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ whatever does not decode is a `MessageError`.
                             <-   Introduction | Refused
     Want                    ->                      at any time, also before the prompt is computed
                             <-   Grant | Unavailable
+                            <-   Announce           more of a granted prompt is computed
     Renew                   ->                      all leases of this peer, every lease_s / 6
                             <-   Renewed            remaining seconds, never a clock reading
-    Release                 ->                      done, or aborted
+    Release                 ->                      done, aborted, or declined: left to another reader
                             <-   Confirm            confirmed only if that generation was valid until now
 """
 
@@ -26,7 +27,7 @@ from kv_transfer.errors import MessageError
 from kv_transfer.layout import RegionKind
 from wire.services import MAX_COMPLETIONS
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -117,18 +118,37 @@ class Want(Struct, frozen=True, tag=True):
     handover_id: _HandoverId
 
 
+class Ending(Struct, frozen=True, array_like=True):
+    """The whole prompt is computed."""
+
+    state_slot: _Count | None
+    first_tokens: Annotated[tuple[ChoiceStart, ...], Meta(min_length=1, max_length=MAX_COMPLETIONS)]
+
+
 class Grant(Struct, frozen=True, tag=True):
-    """The prompt's KV is computed and pinned for `ttl_s` seconds; read it under this `generation`."""
+    """KV of the prompt's first blocks is computed, and pinned for `ttl_s` seconds; read it under this
+    `generation`. With `ending` these are all its blocks, else more are announced as they are computed."""
 
     epoch: _Counter
     handover_id: _HandoverId
     generation: _Counter
     ttl_s: _Seconds
     num_tokens: _Count
+    """Of the whole prompt."""
     block_ids: _BlockIdBytes
     """int32, little-endian."""
-    state_slot: _Count | None
-    first_tokens: Annotated[tuple[ChoiceStart, ...], Meta(min_length=1, max_length=MAX_COMPLETIONS)]
+    ending: Ending | None
+
+
+class Announce(Struct, frozen=True, tag=True):
+    """More blocks of a granted prompt: those from number `first_block` on, under the same lease."""
+
+    epoch: _Counter
+    handover_id: _HandoverId
+    generation: _Counter
+    first_block: _Count
+    block_ids: _BlockIdBytes
+    ending: Ending | None
 
 
 class Unavailable(Struct, frozen=True, tag=True):
@@ -154,13 +174,16 @@ class Renewed(Struct, frozen=True, tag=True):
     leases: Annotated[list[LeaseTtl], Meta(max_length=MAX_RENEWALS)]
 
 
+Outcome = Literal["done", "aborted", "declined"]
+
+
 class Release(Struct, frozen=True, tag=True):
-    """`generation` 0: whatever you granted me, or may be about to."""
+    """`generation` 0: whatever you granted me, or may be about to. `declined`: another reader may take it."""
 
     epoch: _Counter
     handover_id: _HandoverId
     generation: _Counter
-    outcome: Literal["done", "aborted"]
+    outcome: Outcome
 
 
 class Confirm(Struct, frozen=True, tag=True):
@@ -172,7 +195,7 @@ class Confirm(Struct, frozen=True, tag=True):
 
 
 ToSource: TypeAlias = Hello | Introduce | Want | Renew | Release
-ToSink: TypeAlias = HelloOk | Refused | Introduction | Grant | Unavailable | Renewed | Confirm
+ToSink: TypeAlias = HelloOk | Refused | Introduction | Grant | Announce | Unavailable | Renewed | Confirm
 
 _T = TypeVar("_T")
 

@@ -1,8 +1,8 @@
 """The completion engine's end of the hand-over.
 
-The engine calls `request`, gets `Offered`, allocates, calls `pull`, gets `Arrived`. `abandon` works at any
-stage. Every decision is `PeerSession`'s, one for each prompt engine process; this module joins them to
-sockets, a clock and a thread.
+The engine calls `request`, gets `Offered` when the first chunk is computed, allocates, calls `pull`, gets
+`Arrived` when everything is here. `abandon` works at any stage. Every decision is `PeerSession`'s, one for
+each prompt engine process; this module joins them to sockets, a clock and a thread.
 """
 
 import logging
@@ -128,7 +128,7 @@ class HandoverSink:
     def request(
         self, handover_id: str, prompt_engine: PromptEngineAddress, deadline_s: float | None = None
     ) -> None:
-        """Ask for a hand-over; `deadline_s` seconds are allowed until its `Offered`."""
+        """Ask for a hand-over; `deadline_s` seconds are allowed until its prompt is computed."""
         limit_s = self._settings.offer_timeout_s if deadline_s is None else deadline_s
         self._pump.post(lambda: self._request(handover_id, prompt_engine, limit_s))
 
@@ -142,8 +142,9 @@ class HandoverSink:
     ) -> None:
         """After `Offered`: read the blocks from `first_block` on into `local_block_ids`, in order.
 
-        The destination must stay allocated until the final event. A wrong number of blocks is `Failed` with
-        reason bad_pull; a hand-over that has ended meanwhile is ignored, its event says why.
+        Those that are not computed yet follow as they are announced. The destination must stay allocated
+        until the final event. A wrong number of blocks is `Failed` with reason bad_pull; a hand-over that has
+        ended meanwhile is ignored, its event says why.
         """
         ids = as_block_ids(local_block_ids)
         self._pump.post(lambda: self._pull(handover_id, ids, local_state_slot, first_block))
@@ -151,6 +152,10 @@ class HandoverSink:
     def abandon(self, handover_id: str) -> None:
         """Give up at any stage. The final event is `Reclaimable`, or the one that was already under way."""
         self._pump.post(lambda: self._abandon(handover_id))
+
+    def decline(self, handover_id: str) -> None:
+        """As `abandon`, but the prompt engine keeps it, for one lease, for another reader."""
+        self._pump.post(lambda: self._decline(handover_id))
 
     def events(self) -> list[SinkEvent]:
         """What happened since the last call, in order."""
@@ -170,6 +175,8 @@ class HandoverSink:
             failures_by_reason=dict(counters.failures),
             bytes_read=counters.bytes_read,
             blocks_read=counters.blocks_read,
+            bytes_skipped=counters.bytes_skipped,
+            blocks_skipped=counters.blocks_skipped,
             renewals=counters.renewals,
             fences=counters.fences,
             seconds_by_stage=dict(counters.stage_s),
@@ -271,6 +278,11 @@ class HandoverSink:
         session = self._owner.get(handover_id)
         if session is not None:
             session.abandon(handover_id, self._clock())
+
+    def _decline(self, handover_id: str) -> None:
+        session = self._owner.get(handover_id)
+        if session is not None:
+            session.decline(handover_id, self._clock())
 
     def _turn(self) -> float:
         now_s = self._clock()

@@ -1,22 +1,14 @@
 """What a sink checks before it believes a source or reads from it. Pure functions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kv_transfer.errors import LayoutError
-from kv_transfer.layout import BlockIds, Region, RegionKind, check_block_ids, num_blocks_for
-from kv_transfer.messages import Grant, Introduction
+from kv_transfer.layout import BlockIds, Region, RegionKind, check_block_ids
+from kv_transfer.messages import Ending, Introduction
+from kv_transfer.sink_handover import Destination
 from kv_transfer.transport import BlockRead
-
-
-@dataclass(frozen=True, slots=True)
-class SourceBlocks:
-    """Where a granted prompt lies in the source's regions."""
-
-    block_ids: BlockIds
-    state_slot: int | None
 
 
 def difference_to(
@@ -44,52 +36,73 @@ def region_index(regions: Sequence[Region], kind: RegionKind) -> int:
     raise LayoutError(f"there is no {kind} region")
 
 
-def check_grant(grant: Grant, block_size: int, remote_regions: Sequence[Region], max_blocks: int) -> BlockIds:
-    """The granted blocks; `LayoutError` unless they are `ceil(num_tokens / block_size)` of the source's."""
-    if grant.generation < 1:
-        raise LayoutError("a grant needs a generation")
-    if len(grant.block_ids) % 4:
+def announced_blocks(
+    known: BlockIds,
+    block_ids: bytes,
+    ending: Ending | None,
+    *,
+    num_blocks: int,
+    remote_regions: Sequence[Region],
+) -> BlockIds:
+    """All blocks of a prompt of `num_blocks` that are known now that `block_ids` were announced.
+
+    `LayoutError` unless they are distinct blocks of the source, and with an ending all of the prompt's.
+    """
+    if len(block_ids) % 4:
         raise LayoutError("block_ids is not a list of int32")
-    ids = np.frombuffer(grant.block_ids, dtype="<i4").astype(np.int32)
-    expected = num_blocks_for(grant.num_tokens, block_size)
-    if grant.num_tokens < 1 or ids.size != expected:
-        raise LayoutError(f"{ids.size} blocks were offered for {grant.num_tokens} tokens, not {expected}")
-    if ids.size > max_blocks:
-        raise LayoutError(f"{ids.size} blocks are over max_blocks ({max_blocks})")
+    ids = np.concatenate((known, np.frombuffer(block_ids, dtype="<i4").astype(np.int32)))
+    if ids.size > num_blocks or (ending is not None and ids.size != num_blocks):
+        raise LayoutError(f"{ids.size} blocks were offered of a prompt of {num_blocks}")
+    if ending is None and ids.size == known.size:
+        raise LayoutError("an announcement without a block")
     kv = remote_regions[region_index(remote_regions, "kv")]
     check_block_ids(ids, kv.num_blocks, first=1, what="the offered block_ids")
-    if grant.state_slot is not None:
+    if ending is not None and ending.state_slot is not None:
         state = remote_regions[region_index(remote_regions, "state")]
-        if grant.state_slot >= state.num_blocks:
-            raise LayoutError(f"the offered state_slot {grant.state_slot} is not below {state.num_blocks}")
+        if ending.state_slot >= state.num_blocks:
+            raise LayoutError(f"the offered state_slot {ending.state_slot} is not below {state.num_blocks}")
     return ids
 
 
+def check_destination(destination: Destination, num_blocks: int, regions: Sequence[Region]) -> None:
+    """`LayoutError` unless it takes the blocks of a prompt of `num_blocks` from `first_block` on."""
+    first_block, ids = destination.first_block, destination.block_ids
+    if first_block < 0 or first_block + ids.size != num_blocks:
+        raise LayoutError(
+            f"{ids.size} local blocks from block {first_block} on do not match the {num_blocks} offered"
+        )
+    kv = regions[region_index(regions, "kv")]
+    check_block_ids(ids, kv.num_blocks, first=1, what="local_block_ids")
+    if destination.state_slot is not None:
+        state = regions[region_index(regions, "state")]
+        slots = np.array([destination.state_slot], dtype=np.int32)
+        check_block_ids(slots, state.num_blocks, first=0, what="local_state_slot")
+
+
 def plan_reads(
-    source: SourceBlocks,
-    local_ids: BlockIds,
-    local_slot: int | None,
-    first_block: int,
+    remote_ids: BlockIds,
+    destination: Destination,
+    num_posted: int,
+    ending: Ending | None,
     regions: Sequence[Region],
 ) -> list[BlockRead]:
-    """The reads that bring the blocks from `first_block` on, and the state row, to their destination.
+    """The reads that bring what is known from block `num_posted` on, and at the end the state row.
 
-    `LayoutError` if the destination does not match the source or lies outside `regions`.
+    `LayoutError` if only one side has a state row.
     """
-    remote_ids = source.block_ids[max(0, first_block) :]
-    if first_block < 0 or remote_ids.size != local_ids.size:
+    local_ids = destination.block_ids[num_posted - destination.first_block :]
+    remote_ids = remote_ids[num_posted:]
+    local_ids = local_ids[: remote_ids.size]
+    reads = [BlockRead(region_index(regions, "kv"), remote_ids, local_ids)] if remote_ids.size else []
+    if ending is None:
+        return reads
+    if (destination.state_slot is None) != (ending.state_slot is None):
         raise LayoutError(
-            f"{local_ids.size} local blocks from block {first_block} on do not match the "
-            f"{source.block_ids.size} offered"
+            f"local_state_slot is {destination.state_slot}, the offered one {ending.state_slot}"
         )
-    if (local_slot is None) != (source.state_slot is None):
-        raise LayoutError(f"local_state_slot is {local_slot}, the offered one {source.state_slot}")
-    kv = region_index(regions, "kv")
-    check_block_ids(local_ids, regions[kv].num_blocks, first=1, what="local_block_ids")
-    reads = [BlockRead(kv, remote_ids, local_ids)] if local_ids.size else []
-    if local_slot is not None and source.state_slot is not None:
-        state = region_index(regions, "state")
-        slots = np.array([local_slot], dtype=np.int32)
-        check_block_ids(slots, regions[state].num_blocks, first=0, what="local_state_slot")
-        reads.append(BlockRead(state, np.array([source.state_slot], dtype=np.int32), slots))
+    if destination.state_slot is not None and ending.state_slot is not None:
+        remote_slot, local_slot = (
+            np.array([slot], dtype=np.int32) for slot in (ending.state_slot, destination.state_slot)
+        )
+        reads.append(BlockRead(region_index(regions, "state"), remote_slot, local_slot))
     return reads

@@ -7,6 +7,7 @@ import numpy as np
 
 from kv_transfer.events import FailReason
 from kv_transfer.layout import BlockIds
+from kv_transfer.messages import Ending
 
 
 class Stage(Enum):
@@ -20,13 +21,8 @@ class Stage(Enum):
 
 LEASED = (Stage.OFFERED, Stage.READING)
 RENEWED = (Stage.WAITING, *LEASED)
-
-_REASON_AT_DEADLINE: dict[Stage, FailReason] = {
-    Stage.REQUESTED: "offer_timeout",
-    Stage.WAITING: "offer_timeout",
-    Stage.READING: "read_timeout",
-    Stage.CONFIRMING: "confirm_timeout",
-}
+UNCOMPUTED = (Stage.REQUESTED, Stage.WAITING, *LEASED)
+"""Stages in which a part of the prompt may not be computed."""
 
 OVERDUE: dict[FailReason, str] = {
     "expired": "the lease was not renewed in time",
@@ -36,25 +32,54 @@ OVERDUE: dict[FailReason, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the blocks from `first_block` on go, in sequence order, and the state row."""
+
+    block_ids: BlockIds
+    state_slot: int | None
+    first_block: int
+
+
 @dataclass(slots=True)
 class Handover:
     handover_id: str
-    deadline_s: float
-    """Of the present stage; an offered hand-over waits for the engine and has only its lease."""
+    offer_until_s: float
+    """The whole prompt must be computed by then."""
     stage_since_s: float
     stage: Stage = Stage.REQUESTED
+    deadline_s: float = 0.0
+    """Of the reads under way, the confirmation or the quarantine."""
     generation: int = 0
     """0 until granted."""
     lease_until_s: float = 0.0
+    num_blocks: int = 0
+    """Of the whole prompt."""
     remote_ids: BlockIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    remote_slot: int | None = None
+    """Of the blocks that are computed, as far as we were told."""
+    ending: Ending | None = None
+    ended_s: float = 0.0
+    """When `ending` came."""
+    destination: Destination | None = None
+    num_posted: int = 0
+    """Blocks that are being read, were read, or were here before."""
+    num_bytes: int = 0
+    """Of all reads so far."""
     read_ids: set[int] = field(default_factory=set)
     """Reads that can still write to the destination."""
-    num_bytes: int = 0
-    num_local_blocks: int = 0
+
+    @property
+    def num_local_blocks(self) -> int:
+        return 0 if self.destination is None else int(self.destination.block_ids.size)
 
     def overdue(self, now_s: float) -> FailReason | None:
         """Why it must be given up now, if it must. A quarantined one has been given up already."""
         if self.stage in LEASED and now_s >= self.lease_until_s:
             return "expired"
-        return _REASON_AT_DEADLINE.get(self.stage) if now_s >= self.deadline_s else None
+        if self.ending is None and self.stage in UNCOMPUTED and now_s >= self.offer_until_s:
+            return "offer_timeout"
+        if self.stage is Stage.READING and self.read_ids and now_s >= self.deadline_s:
+            return "read_timeout"
+        if self.stage is Stage.CONFIRMING and now_s >= self.deadline_s:
+            return "confirm_timeout"
+        return None

@@ -3,10 +3,13 @@
 No sockets, no clock: every call brings `now_s`. The life of a hand-over:
 
 1. *Requested*: the engine asked for it; the hello with its prompt engine is not over yet.
-2. *Waiting*: `Want` is sent. Kept alive by `Renew` until the prompt is computed or the deadline passes.
-3. *Offered*: `Grant` came; the lease runs and is renewed while the engine looks for blocks.
-4. *Reading*: the engine called `pull`; the destination belongs to the read.
-5. *Confirming*: every read is over, `Release(done)` is sent. Only the source's `Confirm` makes it `Arrived`.
+2. *Waiting*: `Want` is sent. Kept alive by `Renew` until there is something to read or the deadline passes.
+3. *Offered*: `Grant` came, for the whole prompt or for its first blocks; `Announce` brings the others. The
+   lease runs and is renewed while the engine looks for blocks.
+4. *Reading*: the engine called `pull`; the destination belongs to the reads. What is announced is read at
+   once, a chunk's blocks together.
+5. *Confirming*: all is computed and read, `Release(done)` is sent. Only the source's `Confirm` makes it
+   `Arrived`.
 6. *Quarantined*: given up while a read could not be cancelled. Ends when the transport reports that
    read over, or, after fence_after_s, by closing the connection to this peer.
 
@@ -20,14 +23,25 @@ from typing import TypeAlias
 
 from kv_transfer.errors import LayoutError, PeerLost, ReadError
 from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable, SinkEvent
-from kv_transfer.layout import BlockIds, Region
-from kv_transfer.messages import Confirm, Grant, LeaseRef, Release, ToSource, Unavailable, Want
+from kv_transfer.layout import BlockIds, Region, num_blocks_for
+from kv_transfer.messages import (
+    Announce,
+    Confirm,
+    Ending,
+    Grant,
+    LeaseRef,
+    Outcome,
+    Release,
+    ToSource,
+    Unavailable,
+    Want,
+)
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sink_checks import SourceBlocks, check_grant, plan_reads
-from kv_transfer.sink_handover import OVERDUE, RENEWED, Handover, Stage
+from kv_transfer.sink_checks import announced_blocks, check_destination, plan_reads
+from kv_transfer.sink_handover import LEASED, OVERDUE, RENEWED, Destination, Handover, Stage
 from kv_transfer.sink_reads import Reads
 from kv_transfer.stats import SinkCounters
-from kv_transfer.transport import ReadResult
+from kv_transfer.transport import BlockRead, ReadResult
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +68,7 @@ class SinkLedger:
         self._epoch = epoch
         self._block_size = block_size
         self._regions = tuple(regions)
+        self._kv_block_bytes = next(region.block_bytes for region in regions if region.kind == "kv")
         self._settings = settings
         self._counters = counters
         self._send = send
@@ -63,7 +78,7 @@ class SinkLedger:
         """None until the hello is over."""
         self._remote_regions: tuple[Region, ...] = ()
         self._handovers: dict[str, Handover] = {}
-        self._farewells: OrderedDict[str, None] = OrderedDict()
+        self._farewells: OrderedDict[str, Outcome] = OrderedDict()
         """Given up before the hello was over; the source is told so that it need not wait for the lease."""
 
     def __len__(self) -> int:
@@ -87,8 +102,8 @@ class SinkLedger:
         self._reads, self._remote_regions = reads, remote_regions
         for handover in self._handovers.values():
             self._want(handover)
-        for handover_id in self._farewells:
-            self._send(Release(self._epoch, handover_id, 0, "aborted"))
+        for handover_id, outcome in self._farewells.items():
+            self._send(Release(self._epoch, handover_id, 0, outcome))
         self._farewells.clear()
 
     def lose_all(self, reason: FailReason, text: str) -> None:
@@ -113,7 +128,7 @@ class SinkLedger:
     # From the engine
 
     def request(self, handover_id: str, deadline_s: float, now_s: float) -> None:
-        """`deadline_s` is the time by which the offer must be here."""
+        """`deadline_s` is the time by which the whole prompt must be computed."""
         handover = Handover(handover_id, deadline_s, now_s)
         self._handovers[handover_id] = handover
         if self._reads is not None:
@@ -130,40 +145,24 @@ class SinkLedger:
         handover = self._handovers.get(handover_id)
         if handover is None or handover.stage is not Stage.OFFERED:
             return  # it ended meanwhile, and its event says so
-        assert self._reads is not None
+        destination = Destination(local_ids, local_slot, first_block)
         try:
-            source = SourceBlocks(handover.remote_ids, handover.remote_slot)
-            reads = plan_reads(source, local_ids, local_slot, first_block, self._regions)
+            check_destination(destination, handover.num_blocks, self._regions)
         except LayoutError as error:
             self._fail(handover, "bad_pull", str(error), now_s)
             return
         self._leave_stage(handover, "queue", now_s)
-        handover.num_local_blocks = int(local_ids.size)
-        handover.num_bytes = sum(
-            int(read.local_ids.size) * self._regions[read.region].block_bytes for read in reads
-        )
-        if not reads:
-            self._confirm(handover, now_s)
-            return
-        try:
-            self._reads.start(handover, reads)
-        except PeerLost as error:
-            self._lose("peer_lost", str(error), now_s)
-            return
-        except ReadError as error:
-            self._fail(handover, "read_failed", str(error), now_s)
-            return
+        handover.destination, handover.num_posted = destination, first_block
         handover.stage = Stage.READING
-        handover.deadline_s = now_s + self._settings.read_deadline_s(handover.num_bytes)
+        self._read_on(handover, now_s)
 
     def abandon(self, handover_id: str, now_s: float) -> None:
         """Ends with `Reclaimable`; ignored if the hand-over has ended already."""
-        handover = self._handovers.get(handover_id)
-        if handover is None or handover.stage is Stage.QUARANTINED:
-            return
-        self._counters.abandoned += 1
-        if self._let_go(handover, now_s):
-            self._emit(Reclaimable(handover_id))
+        self._give_up(handover_id, "aborted", now_s)
+
+    def decline(self, handover_id: str, now_s: float) -> None:
+        """As `abandon`, but the source keeps it under a lease for another reader."""
+        self._give_up(handover_id, "declined", now_s)
 
     # From the peer, once the hello is over
 
@@ -172,28 +171,29 @@ class SinkLedger:
         if handover is None or handover.stage is not Stage.WAITING:
             self._counters.ignored["unknown" if handover is None else "duplicate"] += 1
             return
+        if message.generation == 0:
+            self._counters.ignored["invalid"] += 1
+            return
         handover.generation = message.generation
-        try:
-            remote_ids = check_grant(
-                message, self._block_size, self._remote_regions, self._settings.max_blocks
-            )
-        except LayoutError as error:
-            self._fail(handover, "bad_offer", str(error), now_s)
+        handover.num_blocks = num_blocks_for(message.num_tokens, self._block_size)
+        if not self._learn(handover, message.block_ids, message.ending, now_s):
             return
         self._leave_stage(handover, "wait", now_s)
         handover.stage = Stage.OFFERED
         handover.lease_until_s = now_s + message.ttl_s
-        handover.remote_ids = remote_ids
-        handover.remote_slot = message.state_slot
-        self._emit(
-            Offered(
-                message.handover_id,
-                message.num_tokens,
-                int(handover.remote_ids.size),
-                message.first_tokens,
-                has_state=message.state_slot is not None,
-            )
-        )
+        self._emit(Offered(message.handover_id, message.num_tokens, handover.num_blocks))
+
+    def on_announce(self, message: Announce, now_s: float) -> None:
+        handover = self._handovers.get(message.handover_id)
+        if handover is None or handover.stage not in LEASED:
+            self._counters.ignored["unknown"] += 1
+        elif message.generation != handover.generation:
+            self._counters.ignored["stale"] += 1
+        elif handover.ending is not None or message.first_block != handover.remote_ids.size:
+            told = f"blocks from {message.first_block} on, after {handover.remote_ids.size}"
+            self._fail(handover, "bad_offer", f"the prompt engine announces {told}", now_s)
+        elif self._learn(handover, message.block_ids, message.ending, now_s):
+            self._read_on(handover, now_s)
 
     def on_unavailable(self, message: Unavailable, now_s: float) -> None:
         handover = self._handovers.get(message.handover_id)
@@ -222,9 +222,13 @@ class SinkLedger:
             self._fail(handover, reason, f"the prompt engine did not confirm: {message.reason}", now_s)
             return
         self._leave_stage(handover, "confirm", now_s)
+        assert handover.destination is not None
+        assert handover.ending is not None
         del self._handovers[handover.handover_id]
         self._counters.arrived += 1
-        self._emit(Arrived(handover.handover_id))
+        self._counters.blocks_skipped += handover.destination.first_block
+        self._counters.bytes_skipped += handover.destination.first_block * self._kv_block_bytes
+        self._emit(Arrived(handover.handover_id, handover.ending.first_tokens))
 
     # Leases
 
@@ -262,10 +266,7 @@ class SinkLedger:
                 del self._handovers[handover.handover_id]
                 self._emit(Reclaimable(handover.handover_id))
         elif result.error is None:
-            self._leave_stage(handover, "read", now_s)
-            self._counters.bytes_read += handover.num_bytes
-            self._counters.blocks_read += handover.num_local_blocks
-            self._confirm(handover, now_s)
+            self._confirm_if_whole(handover, now_s)
         else:
             self._fail(handover, "read_failed", result.error, now_s)
 
@@ -282,8 +283,11 @@ class SinkLedger:
 
     def check_invariants(self) -> None:
         for handover in self._handovers.values():
-            reading = handover.stage in (Stage.READING, Stage.QUARANTINED)
-            assert reading == bool(handover.read_ids), handover
+            has_destination = handover.stage in (Stage.READING, Stage.CONFIRMING, Stage.QUARANTINED)
+            assert has_destination == (handover.destination is not None), handover
+            assert not handover.read_ids or handover.stage in (Stage.READING, Stage.QUARANTINED), handover
+            assert handover.read_ids or handover.stage is not Stage.QUARANTINED, handover
+            assert handover.num_posted <= handover.num_blocks, handover
             assert (handover.stage is Stage.REQUESTED) == (self._reads is None), handover
             assert (handover.generation == 0) == (handover.stage in (Stage.REQUESTED, Stage.WAITING)), (
                 handover
@@ -297,24 +301,96 @@ class SinkLedger:
         handover.stage = Stage.WAITING
         self._send(Want(self._epoch, handover.handover_id))
 
+    def _learn(self, handover: Handover, block_ids: bytes, ending: Ending | None, now_s: float) -> bool:
+        """Note what the source says is computed; False if it cannot be and the hand-over has failed."""
+        try:
+            if not 1 <= handover.num_blocks <= self._settings.max_blocks:
+                raise LayoutError(
+                    f"{handover.num_blocks} blocks are none, or over max_blocks ({self._settings.max_blocks})"
+                )
+            handover.remote_ids = announced_blocks(
+                handover.remote_ids,
+                block_ids,
+                ending,
+                num_blocks=handover.num_blocks,
+                remote_regions=self._remote_regions,
+            )
+        except LayoutError as error:
+            self._fail(handover, "bad_offer", str(error), now_s)
+            return False
+        handover.ending, handover.ended_s = ending, now_s
+        return True
+
+    def _read_on(self, handover: Handover, now_s: float) -> None:
+        """Read together what was announced since the last time and has a place to go."""
+        if handover.destination is None:
+            return
+        try:
+            reads = plan_reads(
+                handover.remote_ids, handover.destination, handover.num_posted, handover.ending, self._regions
+            )
+        except LayoutError as error:
+            self._fail(handover, "bad_pull", str(error), now_s)
+            return
+        if not reads or self._start(handover, reads, now_s):
+            handover.num_posted = max(handover.num_posted, handover.remote_ids.size)
+            self._confirm_if_whole(handover, now_s)
+
+    def _start(self, handover: Handover, reads: Sequence[BlockRead], now_s: float) -> bool:
+        """False if it failed."""
+        assert self._reads is not None
+        others_until_s = handover.deadline_s if handover.read_ids else 0.0
+        try:
+            self._reads.start(handover, reads)
+        except PeerLost as error:
+            self._lose("peer_lost", str(error), now_s)
+            return False
+        except ReadError as error:
+            self._fail(handover, "read_failed", str(error), now_s)
+            return False
+        num_bytes = sum(int(read.local_ids.size) * self._regions[read.region].block_bytes for read in reads)
+        handover.num_bytes += num_bytes
+        # It shares the link with the reads before it.
+        until_s = now_s + self._settings.read_deadline_s(num_bytes)
+        handover.deadline_s = max(until_s, others_until_s + num_bytes / self._settings.min_rate_bytes_per_s)
+        return True
+
+    def _confirm_if_whole(self, handover: Handover, now_s: float) -> None:
+        """Once the whole prompt is computed and read: ask whether it was valid until now."""
+        if handover.ending is None or handover.read_ids:
+            return
+        self._leave_stage(handover, "read", now_s)
+        self._counters.add_stage("tail", now_s - handover.ended_s)
+        self._counters.bytes_read += handover.num_bytes
+        self._counters.blocks_read += handover.num_local_blocks
+        self._confirm(handover, now_s)
+
     def _confirm(self, handover: Handover, now_s: float) -> None:
         handover.stage = Stage.CONFIRMING
         handover.deadline_s = now_s + self._settings.confirm_timeout_s
         self._release(handover, "done")
+
+    def _give_up(self, handover_id: str, outcome: Outcome, now_s: float) -> None:
+        handover = self._handovers.get(handover_id)
+        if handover is None or handover.stage is Stage.QUARANTINED:
+            return
+        self._counters.abandoned += 1
+        if self._let_go(handover, now_s, outcome):
+            self._emit(Reclaimable(handover_id))
 
     def _fail(self, handover: Handover, reason: FailReason, message: str, now_s: float) -> None:
         self._counters.failures[reason] += 1
         safe = self._let_go(handover, now_s)
         self._emit(Failed(handover.handover_id, reason, message, blocks_safe=safe))
 
-    def _let_go(self, handover: Handover, now_s: float) -> bool:
+    def _let_go(self, handover: Handover, now_s: float, outcome: Outcome = "aborted") -> bool:
         """Tell the source; True if nothing can write to the destination any more, else quarantine."""
         if self._reads is None:
-            self._farewells[handover.handover_id] = None
+            self._farewells[handover.handover_id] = outcome
             if len(self._farewells) > MAX_FAREWELLS:
                 self._farewells.popitem(last=False)
         elif handover.stage is not Stage.CONFIRMING:
-            self._release(handover, "aborted")
+            self._release(handover, outcome)
         if self._reads is not None and not self._reads.cancel(handover):
             handover.stage = Stage.QUARANTINED
             handover.deadline_s = now_s + self._settings.fence_after_s
@@ -322,15 +398,8 @@ class SinkLedger:
         del self._handovers[handover.handover_id]
         return True
 
-    def _release(self, handover: Handover, outcome: str) -> None:
-        self._send(
-            Release(
-                self._epoch,
-                handover.handover_id,
-                handover.generation,
-                "done" if outcome == "done" else "aborted",
-            )
-        )
+    def _release(self, handover: Handover, outcome: Outcome) -> None:
+        self._send(Release(self._epoch, handover.handover_id, handover.generation, outcome))
 
     def _leave_stage(self, handover: Handover, name: str, now_s: float) -> None:
         self._counters.add_stage(name, now_s - handover.stage_since_s)

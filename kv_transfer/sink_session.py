@@ -12,6 +12,7 @@ from kv_transfer.errors import MessageError
 from kv_transfer.events import FailReason, SinkEvent
 from kv_transfer.layout import BlockIds, Identity, Region
 from kv_transfer.messages import (
+    Announce,
     Confirm,
     Grant,
     HelloOk,
@@ -99,7 +100,7 @@ class PeerSession:
         self._send(self._hello.hello())
 
     def request(self, handover_id: str, deadline_s: float, now_s: float) -> None:
-        """`deadline_s` is the time by which the offer must be here."""
+        """`deadline_s` is the time by which the whole prompt must be computed."""
         self._ledger.request(handover_id, deadline_s, now_s)
 
     def pull(
@@ -115,6 +116,10 @@ class PeerSession:
     def abandon(self, handover_id: str, now_s: float) -> None:
         """Ends with `Reclaimable`; ignored if the hand-over has ended already."""
         self._ledger.abandon(handover_id, now_s)
+
+    def decline(self, handover_id: str, now_s: float) -> None:
+        """As `abandon`, but the source keeps it under a lease for another reader."""
+        self._ledger.decline(handover_id, now_s)
 
     # From the peer
 
@@ -140,6 +145,8 @@ class PeerSession:
             self._counters.ignored["hello"] += 1
         elif isinstance(message, Grant):
             self._ledger.on_grant(message, now_s)
+        elif isinstance(message, Announce):
+            self._ledger.on_announce(message, now_s)
         elif isinstance(message, Unavailable):
             self._ledger.on_unavailable(message, now_s)
         elif isinstance(message, Renewed):

@@ -1,7 +1,8 @@
 """The prompt engine's end of the hand-over.
 
-The engine calls `offer` when a prompt is computed and keeps its blocks until `Released` comes out of
-`events`. Every other decision is `SourceLedger`'s; this module joins it to a socket, a clock and a thread.
+The engine calls `announce` when a chunk is computed, `offer` when the whole prompt is, and keeps its blocks
+from then on until `Released` comes out of `events`. Every other decision is `SourceLedger`'s; this module
+joins it to a socket, a clock and a thread.
 """
 
 import logging
@@ -14,10 +15,11 @@ import zmq
 from kv_transfer.events import SourceEvent
 from kv_transfer.layout import BlockIds, Identity, Region
 from kv_transfer.messages import ToSink, encode
+from kv_transfer.offers import Announcement, Offer, check_announcement, check_offer
 from kv_transfer.pump import IDLE_S, Clock, Pump
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sockets import advertised, bind, control_router, receive_all
-from kv_transfer.source_ledger import Offer, ReaderId, check_offer
+from kv_transfer.source_ledger import ReaderId
 from kv_transfer.source_protocol import Served, SourceProtocol
 from kv_transfer.stats import SourceStats
 from kv_transfer.transport import Transport
@@ -58,6 +60,11 @@ class HandoverSource:
         self._pump = Pump("handover-source", self._set_up, self._turn, self._tear_down, self._count_error)
         self._pump.start()
 
+    def announce(self, announcement: Announcement) -> None:
+        """A part of the prompt is computed. `LayoutError` if the blocks do not fit the tokens or the pool."""
+        ids = check_announcement(announcement, self._identity.block_size, self._regions)
+        self._pump.post(lambda: self._ready.ledger.announce(announcement, ids, self._clock()))
+
     def offer(self, offer: Offer) -> None:
         """The prompt is computed. `LayoutError` if the blocks do not fit the tokens or the pool."""
         ids = check_offer(offer, self._identity.block_size, self._regions)
@@ -78,6 +85,7 @@ class HandoverSource:
             num_pinned=protocol.ledger.num_pinned,
             num_waiting=protocol.ledger.num_waiting,
             num_peers=protocol.num_peers,
+            announcements=counters.announcements,
             offers=counters.offers,
             ends_by_reason=dict(counters.ends),
             leases_granted=counters.leases_granted,

@@ -4,26 +4,31 @@ The life of a hand-over on the prompt side:
 
 1. *Unknown.* A `Want` that comes first makes the reader a waiter, for lease_s, renewed like a lease. A
    `Release` that comes first marks the id abandoned, so that its offer ends at once.
-2. *Pinned*: `offer` was called. The lease runs from there, so blocks that nobody asks for are freed as well.
-3. *Granted*: a reader wants it (or waited for it). It gets a generation, never used twice by this source,
-   and a lease. A later `Want` of another reader takes over under a new generation.
-4. *Withdrawn*: the engine took a granted hand-over back. The reader is told; its lease can no longer be
+2. *Growing*: `announce` was called, the prompt is being computed. Its blocks are the engine's own, so nothing
+   but a reader's lease runs out, and a withdrawal ends it at once, without an event.
+3. *Pinned*: `offer` was called. The lease runs from there, so blocks that nobody asks for are freed as well.
+4. *Granted*, growing or pinned: a reader wants it (or waited for it). It gets a generation, never used twice
+   by this source, and a lease. A later `Want` of another reader takes over under a new generation.
+5. *Withdrawn*: the engine took a granted hand-over back. The reader is told; its lease can no longer be
    renewed; nothing it releases is confirmed.
-5. *Ended*, with one `Released` event: released, abandoned, expired or withdrawn. The outcome is kept for a
+6. *Ended*, with one `Released` event: released, abandoned, expired or withdrawn. The outcome is kept for a
    while to answer late messages.
 """
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from kv_transfer.errors import LayoutError
+import numpy as np
+
 from kv_transfer.events import EndReason, Released, SourceEvent
-from kv_transfer.layout import BlockIds, Identity, Region, as_block_ids, check_block_ids, num_blocks_for
+from kv_transfer.layout import BlockIds, Identity
 from kv_transfer.messages import (
-    ChoiceStart,
+    Announce,
     Confirm,
+    Ending,
     Grant,
     LeaseRef,
     LeaseTtl,
@@ -34,6 +39,7 @@ from kv_transfer.messages import (
     Unavailable,
     Want,
 )
+from kv_transfer.offers import Announcement, Offer
 from kv_transfer.settings import TransferSettings
 from kv_transfer.stats import SourceCounters
 
@@ -45,29 +51,26 @@ MAX_ENDED = 8192
 _ConfirmReason = Literal["released", "abandoned", "expired", "withdrawn", "superseded", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A computed prompt whose blocks stay pinned until the `Released` event with its id.
-
-    `block_ids` are the engine's blocks in sequence order, `ceil(num_tokens / block_size)` of them, none of
-    them the null block 0. `first_tokens` are those of the choices that go on from this prompt, at least one.
-    """
-
-    handover_id: str
-    num_tokens: int
-    block_ids: Sequence[int] | BlockIds
-    state_slot: int | None
-    first_tokens: tuple[ChoiceStart, ...]
-
-
 @dataclass(slots=True)
 class _Pinned:
-    offer: Offer
-    block_ids: bytes
+    handover_id: str
+    num_tokens: int
+    block_ids: BlockIds
+    """Of what is computed."""
+    ending: Ending | None
+    """None while it grows."""
     expires_s: float
     generation: int = 0
     reader: ReaderId | None = None
     withdrawn: bool = False
+
+    def hold(self, reader: ReaderId, generation: int, until_s: float) -> None:
+        self.reader, self.generation, self.expires_s = reader, generation, until_s
+
+    def let_go(self, until_s: float) -> None:
+        """No reader has it; what grows needs no lease."""
+        self.reader, self.generation = None, 0
+        self.expires_s = math.inf if self.ending is None else until_s
 
 
 @dataclass(slots=True)
@@ -81,25 +84,6 @@ class _Ended:
     reason: EndReason
     generation: int
     offered: bool
-
-
-def check_offer(offer: Offer, block_size: int, regions: Sequence[Region]) -> BlockIds:
-    """The offer's block ids as an array; `LayoutError` if they do not fit the tokens or the pool."""
-    assert offer.first_tokens, "a prompt without a choice that goes on is withdrawn, not offered"
-    ids = as_block_ids(offer.block_ids)
-    expected = num_blocks_for(offer.num_tokens, block_size)
-    if offer.num_tokens < 1 or ids.size != expected:
-        raise LayoutError(
-            f"hand-over {offer.handover_id} offers {ids.size} blocks for {offer.num_tokens} tokens; "
-            f"blocks of {block_size} tokens make that {expected}"
-        )
-    kv = next(region for region in regions if region.kind == "kv")
-    check_block_ids(ids, kv.num_blocks, first=1, what="block_ids")
-    if offer.state_slot is not None:
-        state = next((region for region in regions if region.kind == "state"), None)
-        if state is None or not 0 <= offer.state_slot < state.num_blocks:
-            raise LayoutError(f"state_slot {offer.state_slot} is not a row of a registered state region")
-    return ids
 
 
 class SourceLedger:
@@ -131,22 +115,33 @@ class SourceLedger:
 
     # From the engine
 
+    def announce(self, announcement: Announcement, block_ids: BlockIds, now_s: float) -> None:
+        handover_id = announcement.handover_id
+        self._counters.announcements += 1
+        pinned = self._pinned.get(handover_id)
+        if pinned is not None:
+            self._extend(pinned, block_ids, None, now_s)
+        elif self._has_no_taker(handover_id):
+            return  # its offer will end at once, unless someone asks for it until then
+        else:
+            self._pin(_Pinned(handover_id, announcement.num_tokens, block_ids, None, math.inf), now_s)
+
     def offer(self, offer: Offer, block_ids: BlockIds, now_s: float) -> None:
         handover_id = offer.handover_id
-        assert handover_id not in self._pinned, f"hand-over {handover_id} is offered twice"
+        ending = Ending(offer.state_slot, offer.first_tokens)
         self._counters.offers += 1
-        ended = self._ended.pop(handover_id, None)
-        pinned = _Pinned(offer, block_ids.astype("<i4").tobytes(), now_s + self._settings.lease_s)
-        self._pinned[handover_id] = pinned
-        if ended is not None and not ended.offered:
-            self._end(handover_id, ended.reason)
+        pinned = self._pinned.get(handover_id)
+        if pinned is not None:
+            self._extend(pinned, block_ids, ending, now_s)
             return
-        waiter = self._waiters.pop(handover_id, None)
-        if waiter is not None:
-            self._grant(waiter.reader, pinned, now_s)
+        has_no_taker, ended = self._has_no_taker(handover_id), self._ended.get(handover_id)
+        until_s = now_s + self._settings.lease_s
+        self._pin(_Pinned(handover_id, offer.num_tokens, block_ids, ending, until_s), now_s)
+        if has_no_taker and ended is not None:
+            self._end(handover_id, ended.reason)
 
     def withdraw(self, handover_id: str, now_s: float) -> None:
-        """Free it as soon as no reader holds it; an id that was never offered only turns its waiter away."""
+        """Free it as soon as no reader holds it; one that was never offered only turns its reader away."""
         waiter = self._waiters.pop(handover_id, None)
         if waiter is not None:
             self._turn_away(waiter.reader, handover_id, 0, "withdrawn")
@@ -154,6 +149,10 @@ class SourceLedger:
         if pinned is None:
             if handover_id not in self._ended:
                 self._remember(handover_id, _Ended("withdrawn", 0, offered=False))
+        elif pinned.ending is None:
+            if pinned.reader is not None:
+                self._turn_away(pinned.reader, handover_id, pinned.generation, "withdrawn")
+            self._drop_growing(pinned, "withdrawn")
         elif pinned.reader is None:
             self._end(handover_id, "withdrawn")
         elif not pinned.withdrawn:
@@ -191,7 +190,7 @@ class SourceLedger:
         if pinned is None:
             confirmed, reason = self._release_unpinned(reader, message, now_s)
         elif pinned.reader == reader and message.generation in (0, pinned.generation):
-            confirmed, reason = self._release_held(message, pinned)
+            confirmed, reason = self._release_held(message, pinned, now_s)
         else:
             self._counters.late_releases += 1
             confirmed, reason = False, "superseded"
@@ -214,6 +213,8 @@ class SourceLedger:
             assert (pinned.reader is None) == (pinned.generation == 0)
             assert pinned.generation <= self._last_generation
             assert pinned.reader is not None or not pinned.withdrawn
+            assert pinned.ending is not None or not pinned.withdrawn
+            assert math.isinf(pinned.expires_s) == (pinned.ending is None and pinned.reader is None)
 
     # Steps
 
@@ -221,26 +222,56 @@ class SourceLedger:
         pinned = self._pinned.get(handover_id)
         if pinned is not None and pinned.expires_s <= now_s:
             self._expire_one(handover_id)
-            return None
-        return pinned
+        return self._pinned.get(handover_id)
+
+    def _has_no_taker(self, handover_id: str) -> bool:
+        """It was given up, or taken back, before there was anything of it."""
+        ended = self._ended.get(handover_id)
+        return ended is not None and not ended.offered
+
+    def _pin(self, pinned: _Pinned, now_s: float) -> None:
+        handover_id = pinned.handover_id
+        self._ended.pop(handover_id, None)
+        self._pinned[handover_id] = pinned
+        waiter = self._waiters.pop(handover_id, None)
+        if waiter is not None:
+            self._grant(waiter.reader, pinned, now_s)
+
+    def _extend(self, pinned: _Pinned, block_ids: BlockIds, ending: Ending | None, now_s: float) -> None:
+        """More of a growing hand-over is computed, or all of it."""
+        assert pinned.ending is None, f"hand-over {pinned.handover_id} is offered already"
+        known, pinned.block_ids, pinned.ending = pinned.block_ids, block_ids, ending
+        if pinned.reader is None:
+            pinned.let_go(now_s + self._settings.lease_s)
+        elif not np.array_equal(block_ids[: known.size], known):
+            # Computed once more, into other blocks: what was announced is no longer this prompt's.
+            self._turn_away(pinned.reader, pinned.handover_id, pinned.generation, "superseded")
+            pinned.let_go(now_s + self._settings.lease_s)
+        else:
+            new = _as_bytes(block_ids[known.size :])
+            self._send(
+                pinned.reader,
+                Announce(self._epoch, pinned.handover_id, pinned.generation, known.size, new, ending),
+            )
+
+    def _drop_growing(self, pinned: _Pinned, reason: EndReason) -> None:
+        del self._pinned[pinned.handover_id]
+        self._remember(pinned.handover_id, _Ended(reason, pinned.generation, offered=False))
 
     def _grant(self, reader: ReaderId, pinned: _Pinned, now_s: float) -> None:
         self._last_generation += 1
-        pinned.generation, pinned.reader = self._last_generation, reader
-        pinned.expires_s = now_s + self._settings.lease_s
+        pinned.hold(reader, self._last_generation, now_s + self._settings.lease_s)
         self._counters.leases_granted += 1
-        offer = pinned.offer
         self._send(
             reader,
             Grant(
                 epoch=self._epoch,
-                handover_id=offer.handover_id,
+                handover_id=pinned.handover_id,
                 generation=pinned.generation,
                 ttl_s=self._settings.lease_s,
-                num_tokens=offer.num_tokens,
-                block_ids=pinned.block_ids,
-                state_slot=offer.state_slot,
-                first_tokens=offer.first_tokens,
+                num_tokens=pinned.num_tokens,
+                block_ids=_as_bytes(pinned.block_ids),
+                ending=pinned.ending,
             ),
         )
 
@@ -284,14 +315,20 @@ class SourceLedger:
         self._wait(reader, handover_id, now_s)
         return self._settings.lease_s if handover_id in self._waiters else None
 
-    def _release_held(self, message: Release, pinned: _Pinned) -> tuple[bool, _ConfirmReason]:
+    def _release_held(self, message: Release, pinned: _Pinned, now_s: float) -> tuple[bool, _ConfirmReason]:
         if pinned.withdrawn:
             self._end(message.handover_id, "withdrawn")
             return False, "withdrawn"
-        if message.outcome == "aborted":
-            self._end(message.handover_id, "abandoned")
+        if message.outcome == "declined":
+            pinned.let_go(now_s + self._settings.lease_s)
             return False, "abandoned"
-        if message.generation == 0:
+        if message.outcome == "aborted":
+            if pinned.ending is None:
+                self._drop_growing(pinned, "abandoned")
+            else:
+                self._end(message.handover_id, "abandoned")
+            return False, "abandoned"
+        if message.generation == 0 or pinned.ending is None:
             self._counters.ignored["invalid"] += 1
             return False, "unknown"
         self._end(message.handover_id, "released")
@@ -307,18 +344,19 @@ class SourceLedger:
             confirmed = same and message.outcome == "done"
             if confirmed:
                 self._counters.ignored["duplicate"] += 1
-            else:
+            elif message.outcome == "done" or ended.offered:
                 self._counters.late_releases += 1
             return confirmed, ended.reason
         waiter = self._waiters.get(handover_id)
         if waiter is not None and waiter.reader != reader:
             self._counters.late_releases += 1
             return False, "superseded"
-        if message.generation != 0 or message.outcome != "aborted":
+        if message.generation != 0 or message.outcome == "done":
             self._counters.ignored["unknown"] += 1
             return False, "unknown"
         self._waiters.pop(handover_id, None)
-        self._remember(handover_id, _Ended("abandoned", 0, offered=False))
+        if message.outcome == "aborted":
+            self._remember(handover_id, _Ended("abandoned", 0, offered=False))
         return False, "abandoned"
 
     def _expire_one(self, handover_id: str) -> None:
@@ -326,7 +364,10 @@ class SourceLedger:
         self._counters.leases_expired += 1
         if pinned.reader is not None and not pinned.withdrawn:
             self._turn_away(pinned.reader, handover_id, pinned.generation, "expired")
-        self._end(handover_id, "withdrawn" if pinned.withdrawn else "expired")
+        if pinned.ending is None:
+            pinned.let_go(math.inf)
+        else:
+            self._end(handover_id, "withdrawn" if pinned.withdrawn else "expired")
 
     def _end(self, handover_id: str, reason: EndReason) -> None:
         pinned = self._pinned.pop(handover_id)
@@ -349,3 +390,7 @@ class SourceLedger:
         reason: EndReason | Literal["superseded", "refused"],
     ) -> None:
         self._send(reader, Unavailable(self._epoch, handover_id, generation, reason))
+
+
+def _as_bytes(block_ids: BlockIds) -> bytes:
+    return block_ids.astype("<i4").tobytes()

@@ -11,6 +11,8 @@ class SourceStats:
     num_pinned: int
     num_waiting: int
     num_peers: int
+    announcements: int
+    """Of chunks, before the offer."""
     offers: int
     ends_by_reason: dict[str, int]
     leases_granted: int
@@ -37,10 +39,14 @@ class SinkStats:
     failures_by_reason: dict[str, int]
     bytes_read: int
     blocks_read: int
+    bytes_skipped: int
+    """Of blocks that the reader had already, in hand-overs that arrived."""
+    blocks_skipped: int
     renewals: int
     fences: int
     seconds_by_stage: dict[str, float]
-    """wait (request to offer), queue (offer to pull), read, confirm; summed over `counts_by_stage`."""
+    """wait (request to first announcement), queue (that to pull), read (pull to last byte), tail (last
+    announcement to last byte), confirm; summed over `counts_by_stage`."""
     counts_by_stage: dict[str, int]
     ignored_by_kind: dict[str, int]
     """Messages that had no effect: invalid, stale, duplicate, unknown."""
@@ -51,6 +57,7 @@ class SinkStats:
 class SourceCounters:
     """Written by the pump thread only."""
 
+    announcements: int = 0
     offers: int = 0
     leases_granted: int = 0
     leases_renewed: int = 0
@@ -70,6 +77,8 @@ class SinkCounters:
     abandoned: int = 0
     bytes_read: int = 0
     blocks_read: int = 0
+    bytes_skipped: int = 0
+    blocks_skipped: int = 0
     renewals: int = 0
     fences: int = 0
     internal_errors: int = 0

@@ -71,6 +71,9 @@ class StackSettings(ProcessSettings):
         True,
         description="end a request that loses its KV blocks; off: compute it again later (--engine normal)",
     )
+    chunk_handover: bool = Field(
+        True, description="move a prompt while it is computed; off: when it is whole (--engine pair)"
+    )
     verbose: bool = Field(False, description="show everything the processes log")
 
     @model_validator(mode="after")
@@ -199,7 +202,8 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
         shared += _flag(name, getattr(settings, name))
     engines: list[ChildSpec] = []
     if settings.engine == "pair":
-        engines.append(_service("prompt", "prompt_service", shared))
+        prompt_arguments = [*shared, *_flag("chunk_handover", settings.chunk_handover)]
+        engines.append(_service("prompt", "prompt_service", prompt_arguments))
         engines.append(_service("completion", "completion_service", [*shared, *_speculation(settings)]))
     else:
         engines += _normal_services(settings, shared)

@@ -23,6 +23,10 @@ class PromptServiceSettings(EngineServiceSettings):
         None, description="address told to completion engines; default: --control-host"
     )
 
+    chunk_handover: bool = Field(
+        True, description="let completion engines read a prompt while it is computed; off: when it is whole"
+    )
+
     def engine_config(
         self, role: EngineRole, engine_id: str, epoch: int, commands: str, events: str
     ) -> EngineConfig:
@@ -30,4 +34,5 @@ class PromptServiceSettings(EngineServiceSettings):
             super().engine_config(role, engine_id, epoch, commands, events),
             control_bind=f"tcp://{self.control_host}:{self.control_port}",
             control_advertise_host=self.control_advertise_host,
+            chunk_handover=self.chunk_handover,
         )

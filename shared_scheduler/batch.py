@@ -211,7 +211,8 @@ class BatchBuilder:
             )
 
     def _check_own(self, block_ids: Int32Array) -> None:
-        if self._blocks.num_shared and self._blocks.max_count(block_ids) > 1:
+        is_shared = self._blocks.num_shared and self._blocks.max_count(block_ids) > 1
+        if is_shared or self._blocks.any_cached(block_ids):
             raise CorruptionError("a step writes a block that has another owner")
 
     def _check_own_state(self, slots: Int32Array) -> None:

@@ -78,6 +78,10 @@ class BlockManager:
         """How many users the block has, the cache not among them."""
         return int(self._counts[block_id])
 
+    def is_private(self, block_id: int) -> bool:
+        """May the block's user write into it: has it neither another user nor the cache as an owner?"""
+        return self._counts[block_id] == 1 and not self._is_cached[block_id]
+
     def has_other_owners(self, block_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Per block: does it have more than one user?"""
         mask: npt.NDArray[np.bool_] = self._counts.take(block_ids) > 1

@@ -56,6 +56,11 @@ class SchedulerConfig:
     image_start_token_id: int | None = None
     preempt_only_on_need: bool = True
     """Off: decide exactly as the reference does, its known faults included (docs/decisions)."""
+    prefix_cache: bool = False
+    """Keep computed blocks when their sequences let go, and start prompts behind what is kept of them."""
+    partial_pulls: bool = False
+    """COMPLETION: `reserve_remote` puts cached blocks at the head of the table, which no transfer may write
+    (`hit_tokens`). Off: the transfer fills the whole table, and the cache only keeps what has arrived."""
     remote_growth_tokens: int = 512
     """COMPLETION: room kept free for one running sequence while others wait for remote KV."""
     runtime_max_model_len: int | None = None

@@ -67,6 +67,7 @@ class Forks:
             sampling or parent.sampling,
             block_size=parent.cache.block_size,
             branch_id=FORK_MARK + parent.schedule.branch_id.removeprefix(FORK_MARK),
+            cache_salt=parent.cache_salt,
         )
         child.structured.started = parent.structured.started
         child.store_tokens(outputs if output_token_ids is None else np.array(output_token_ids, np.int32))

@@ -16,6 +16,9 @@ from shared_scheduler.copies import NO_COPIES, Copies
 from shared_scheduler.errors import CorruptionError
 from shared_scheduler.info_slots import InfoSlots
 from shared_scheduler.late_returns import LateReturns
+from shared_scheduler.loans import Loans
+from shared_scheduler.prefix_cache import NO_HIT, Hit
+from shared_scheduler.reuse import Reuse
 from shared_scheduler.rows import SequenceRows
 from shared_scheduler.sequence import Sequence
 
@@ -32,6 +35,8 @@ class Holdings:
         self._step_id = 0
         self.states = None if slots is None else BlockManager(slots, "state slot")
         self.blocks = BlockManager(config.num_blocks)
+        self.reuse = Reuse(config, self.blocks)
+        self.loans = Loans(self.reuse.cache, self.blocks, config.block_size)
         self.info_slots = InfoSlots(config.num_draft_slots)
         self.rows = SequenceRows(
             min(config.max_num_seqs, 64), INITIAL_TABLE_WIDTH, config.max_blocks_per_sequence
@@ -57,15 +62,38 @@ class Holdings:
             return self.states.can_allocate(num_slots)
         return status
 
-    def attach(self, sequence: Sequence, num_blocks: int, *, zero_state: bool = True) -> None:
-        """Give a sequence without blocks a row, a state slot and `num_blocks` blocks."""
+    def can_hold_behind(self, hit: Hit, num_blocks: int) -> AllocStatus:
+        """`can_hold` for `num_blocks` of which the first are found cached."""
+        num_taken = self.blocks.num_unused(hit.block_ids)
+        return self.can_hold(num_blocks - hit.num_blocks + num_taken)
+
+    def attach(
+        self, sequence: Sequence, num_blocks: int, hit: Hit = NO_HIT, *, zero_state: bool = True
+    ) -> None:
+        """Give a sequence without blocks a row, a slot and `num_blocks` blocks, those of `hit` first."""
         if sequence.holds_blocks:
             raise CorruptionError(f"{sequence.request_id!r} already holds blocks")
         slot = 0 if self.states is None else self.states.allocate_one()
         if slot and zero_state:
             self._copies.zero_states.append(slot)
         self._bind(sequence, slot)
-        self.rows.append_blocks(sequence.row, self.blocks.allocate(num_blocks))
+        self.reuse.use(sequence, hit)
+        own = self.blocks.allocate(num_blocks - hit.num_blocks)
+        self.rows.append_blocks(sequence.row, np.concatenate([hit.block_ids, own]))
+
+    def store(self, sequence: Sequence) -> None:
+        """Let others find what is computed of a sequence; nothing reads or writes its blocks just now.
+
+        Where the cache has the same blocks already, the sequence uses those from here on.
+        """
+        if self.reuse.cache is None or sequence.is_in_flight:
+            return
+        table = sequence.cache.block_table
+        stored = self.reuse.store(sequence, table, may_swap=True)
+        replaced = table[table != stored]
+        if replaced.size:
+            self.rows.tables[sequence.row, : stored.size] = stored
+            self._block_sources.free(replaced)
 
     def share(self, parent: Sequence, child: Sequence, num_cached: int) -> None:
         """Pin the parent's slot and the blocks of its first `num_cached` tokens for the child."""
@@ -81,12 +109,14 @@ class Holdings:
     def release(self, sequence: Sequence) -> int:
         """Everything the sequence holds goes back; nothing may read or write it any more.
 
-        Returns how many blocks come back only when the copies that read them are done.
+        What is computed of it can be found in the cache. Returns how many blocks come back only when the
+        copies that read them are done.
         """
         if not sequence.holds_blocks:
             return 0
         row, slot = sequence.row, sequence.cache.state_id
         table = sequence.cache.block_table
+        self.reuse.store(sequence, table, may_swap=False)
         self.info_slots.give_back(sequence)
         sequence.unbind_row()
         self.rows.give_back(row)
@@ -142,8 +172,9 @@ class Holdings:
         return copies
 
     def check_invariants(self, holders: Iterable[Sequence]) -> None:
-        """Every count in both pools is the number of live sequences that hold the piece."""
-        owners = np.bincount(self._block_sources.late(), minlength=self.blocks.num_usable + 1)
+        """Every count in both pools is the number of those who use the piece: sequences, copies, loans."""
+        others = np.concatenate([self._block_sources.late(), self.loans.pinned()])
+        owners = np.bincount(others, minlength=self.blocks.num_usable + 1)
         slots = None
         if self.states is not None and self._state_sources is not None:
             slots = np.bincount(self._state_sources.late(), minlength=self.states.num_usable + 1)
@@ -159,6 +190,8 @@ class Holdings:
                 slots[sequence.cache.state_id or 0] += 1
         assert num_rows == self.rows.num_taken, f"{self.rows.num_taken - num_rows} rows without a live owner"
         self.blocks.check_invariants()
+        if self.reuse.cache is not None:
+            self.reuse.cache.check_invariants()
         assert np.array_equal(owners, self.blocks.counts()), "block owners and counts differ"
         if self.states is not None and slots is not None:
             self.states.check_invariants()
@@ -174,14 +207,14 @@ class Holdings:
         self.rows.state_slot[row] = slot
 
     def _shared_tail(self, sequence: Sequence) -> int | None:
-        """Index in the table of a partly written block that somebody else holds too."""
-        if not self.blocks.num_shared:
+        """Index in the table of the block to be written next, if somebody else has it too."""
+        if not (self.blocks.num_shared or self.blocks.num_cached):
             return None
         written = sequence.cache.num_tokens + sequence.schedule.total_inflight_tokens
         index = written // self._block_size
         if index >= self.rows.num_blocks[sequence.row]:
             return None
-        return index if self.blocks.count(int(self.rows.tables[sequence.row, index])) > 1 else None
+        return None if self.blocks.is_private(int(self.rows.tables[sequence.row, index])) else index
 
     def _own_state(self, sequence: Sequence) -> None:
         if self.states is None or not self.num_missing_slots(sequence):
@@ -202,5 +235,10 @@ class Holdings:
         shared, own = int(self.rows.tables[sequence.row, tail]), self.blocks.allocate_one()
         self._copies.clone_blocks.append((shared, own))
         self._block_sources.add(shared, self._step_id)
+        table = self.rows.tables[sequence.row, : tail + 1].copy()
         self.rows.tables[sequence.row, tail] = own
-        self.blocks.free([shared])
+        if self.blocks.count(shared) > 1:
+            self.blocks.free([shared])
+        else:
+            self.blocks.pin(table[:tail])  # the cache's alone, and it must stay until it is copied
+            self._block_sources.free(table)

@@ -24,13 +24,15 @@ class CacheLedger:
 
     __slots__ = (
         "_num_tokens", "_row", "_rows", "block_size", "hit_tokens", "last_copied_state_token",
-        "previous_num_tokens", "swa_valid_start",
+        "previous_num_tokens", "swa_valid_start", "was_admitted",
     )  # fmt: skip
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.hit_tokens = 0
-        """Prompt tokens found cached when the sequence was admitted."""
+        """Leading tokens that were found cached when the sequence was first admitted."""
+        self.was_admitted = False
+        """`hit_tokens` is final: a recomputation finds what the sequence itself has left."""
         self.swa_valid_start = 0
         self.last_copied_state_token = 0
         self.previous_num_tokens = 0
@@ -71,7 +73,8 @@ class CacheLedger:
 
     def reset(self) -> None:
         self.set_num_tokens(0)
-        self.hit_tokens = 0
+        if not self.was_admitted:
+            self.hit_tokens = 0
         self.swa_valid_start = 0
         self.last_copied_state_token = 0
 

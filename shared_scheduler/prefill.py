@@ -7,6 +7,7 @@ from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.chunking import CutRules, chunk_length
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.holdings import Holdings
+from shared_scheduler.prefix_cache import NO_HIT, Hit
 from shared_scheduler.queues import Queues
 from shared_scheduler.sequence import FORK_MARK, Sequence
 from shared_scheduler.status import SequenceStatus
@@ -128,12 +129,18 @@ class PromptPlanner:
             return None  # not even an empty step has room for a piece that must stay whole
         return length
 
+    def _hit(self, sequence: Sequence) -> Hit:
+        """What is cached of a sequence that is to be admitted; its last token is always computed."""
+        if sequence.holds_blocks or self._holdings.states is not None:
+            return NO_HIT
+        return self._holdings.reuse.find(sequence, sequence.num_tokens - 1)
+
     def _can_hold(self, sequence: Sequence) -> AllocStatus:
         needed = sequence.num_blocks_needed()
         if sequence.num_tokens > self._longest or needed > self._num_usable:
             return AllocStatus.NEVER
         if not sequence.holds_blocks:
-            return self._holdings.can_hold(needed)
+            return self._holdings.can_hold_behind(self._hit(sequence), needed)
         missing = self._holdings.num_missing(sequence)
         slots = self._holdings.num_missing_slots(sequence)
         return self._holdings.can_hold(missing, slots)
@@ -172,7 +179,7 @@ class PromptPlanner:
         return [s for s in holders if s.is_unadmitted_fork] or [s for s in holders if s is not head] or None
 
     def _chunk_length(self, sequence: Sequence, room: int) -> int:
-        start = sequence.cache.num_tokens
+        start = sequence.cache.num_tokens + self._hit(sequence).num_blocks * self._config.block_size
         checkpoints = sequence.schedule.chunk_checkpoints
         checkpoint = None
         if checkpoints:
@@ -187,15 +194,16 @@ class PromptPlanner:
         sequence = self._queues.waiting.popleft()
         schedule = sequence.schedule
         assert schedule.status is SequenceStatus.WAITING, f"{sequence!r} was in waiting"
-        schedule.chunked_rest_len = sequence.num_tokens - sequence.cache.num_tokens - length
         if not sequence.holds_blocks:
-            self._holdings.attach(sequence, sequence.num_blocks_needed())
+            self._holdings.attach(sequence, sequence.num_blocks_needed(), self._hit(sequence))
+            plan.num_cached_tokens += sequence.cache.num_tokens
         elif sequence.is_unadmitted_fork:
             schedule.branch_id = schedule.branch_id.removeprefix(FORK_MARK)
             plan.num_cached_tokens += sequence.cache.hit_tokens
             self._holdings.make_writable(sequence)
         elif self._holdings.is_shared(sequence):
             self._holdings.make_writable(sequence)
+        schedule.chunked_rest_len = sequence.num_tokens - sequence.cache.num_tokens - length
         is_last = schedule.chunked_rest_len == 0
         if is_last:
             schedule.status = SequenceStatus.RUNNING

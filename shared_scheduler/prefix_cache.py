@@ -23,11 +23,9 @@ from shared_scheduler.rows import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A cached prefix. `block_ids` are valid until something is allocated, and for ever once pinned."""
+    """A cached prefix; valid until `PrefixCache.version` changes, and once pinned until it is freed."""
 
     block_ids: Int32Array
-    num_unused: int
-    """Blocks of these that nobody uses yet: pinning takes them from the free ones."""
     place: Place | None = None
 
     @property
@@ -35,7 +33,7 @@ class Hit:
         return int(self.block_ids.size)
 
 
-NO_HIT = Hit(NO_BLOCKS, 0)
+NO_HIT = Hit(NO_BLOCKS)
 
 
 class PrefixCache:
@@ -45,6 +43,8 @@ class PrefixCache:
         self.tree = RadixTree(block_size)
         self.num_evicted = 0
         """Blocks evicted so far."""
+        self.version = 0
+        """Changes whenever a match may."""
         self._blocks = blocks
         self._tick = 0
         self._queue: list[tuple[int, int, Node]] = []
@@ -61,10 +61,7 @@ class PrefixCache:
     def match(self, key: bytes, salt: str) -> Hit:
         """The longest cached prefix; changes nothing, not even the order of eviction."""
         place = self.tree.match(key, salt)
-        if place is None:
-            return NO_HIT
-        block_ids = place.block_ids()
-        return Hit(block_ids, self._blocks.num_unused(block_ids), place)
+        return NO_HIT if place is None else Hit(place.block_ids(), place)
 
     def pin(self, hit: Hit) -> None:
         """Use a prefix that was just matched; `BlockManager.free` ends the use."""
@@ -105,6 +102,7 @@ class PrefixCache:
             self._touch(place.node)
             return block_ids
         self._blocks.own(rest)
+        self.version += 1
         self._touch(self.tree.insert(key, salt, place, rest))
         return block_ids
 
@@ -121,6 +119,7 @@ class PrefixCache:
                 continue
             self._blocks.disown(tail[tail.size - num_unused :])
             self.num_evicted += num_unused
+            self.version += 1
             num_blocks -= num_unused
             self._enqueue(self.tree.trim(leaf, num_unused))
 

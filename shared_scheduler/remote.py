@@ -1,8 +1,9 @@
 """COMPLETION engines: sequences whose KV is still with a prompt engine.
 
 1. `reserve` takes blocks for all its tokens (the prompt, and what was generated elsewhere) and a slot; the
-   sequence waits in `remote`.
-2. A transfer, which is the caller's business, fills them.
+   sequence waits in `remote`. With `partial_pulls` the first `hit_tokens` of them are in cached blocks, which
+   are only to be read.
+2. A transfer, which is the caller's business, fills the others.
 3. `admit` appends the first token, sampled by the prompt engine, and moves it to `prompted`; or `drop`
    gives everything back once no read is in flight any more.
 
@@ -15,6 +16,7 @@ from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.errors import RequestError, SchedulerError
 from shared_scheduler.holdings import Holdings
+from shared_scheduler.prefix_cache import NO_HIT, Hit
 from shared_scheduler.queues import Queues
 from shared_scheduler.results import ResultProcessor
 from shared_scheduler.sequence import Sequence
@@ -42,7 +44,8 @@ class RemoteArrivals:
         if status is AllocStatus.OK:
             self._queues.register(sequence)
             sequence.arrival_s = now_s
-            self._holdings.attach(sequence, sequence.num_blocks_needed(), zero_state=False)
+            needed, hit = sequence.num_blocks_needed(), self._hit(sequence)
+            self._holdings.attach(sequence, needed, hit, zero_state=False)
             self._queues.remote[sequence.request_id] = sequence
         return status
 
@@ -50,6 +53,7 @@ class RemoteArrivals:
         self._take(sequence)
         self._queues.prompted.append(sequence)
         sequence.cache.set_num_tokens(sequence.num_tokens)
+        self._holdings.store(sequence)
         if not sequence.is_finished:
             sequence.append_token(first_token_id)
             self._results.check_stop(sequence, first_token_id, sequence.num_tokens)
@@ -69,15 +73,21 @@ class RemoteArrivals:
     def _can_reserve(self, sequence: Sequence) -> AllocStatus:
         """LATER, too, while it would take the room that one running sequence needs to grow."""
         blocks = self._holdings.blocks
-        num_blocks = sequence.num_blocks_needed()
+        num_blocks, hit = sequence.num_blocks_needed(), self._hit(sequence)
         is_too_long = sequence.num_tokens > self._config.max_model_len
         if is_too_long or self._blocks(sequence.num_tokens + 1) > blocks.num_usable:
             return AllocStatus.NEVER
-        status = self._holdings.can_hold(num_blocks)
+        status = self._holdings.can_hold_behind(hit, num_blocks)
         if status is not AllocStatus.OK or blocks.num_free == blocks.num_usable:
             return status
-        room = blocks.num_free - num_blocks
+        room = blocks.num_free - (num_blocks - hit.num_blocks + blocks.num_unused(hit.block_ids))
         return AllocStatus.OK if room >= self._largest_growth(sequence) else AllocStatus.LATER
+
+    def _hit(self, sequence: Sequence) -> Hit:
+        """Full blocks that need no transfer; a last, partly filled one always does."""
+        if not self._config.partial_pulls:
+            return NO_HIT
+        return self._holdings.reuse.find(sequence, sequence.num_tokens)
 
     def _largest_growth(self, newcomer: Sequence) -> int:
         """Blocks that the hungriest of all sequences here may take within `remote_growth_tokens`."""

@@ -119,6 +119,8 @@ class ResultProcessor:
         complete = [sequences[i] for i in done.tolist()]
         num_tokens = rows.append_one_each(at, token_ids)
         rows.uncached[at] = 1
+        for i in live.tolist():
+            self._holdings.store(sequences[i])
         is_first = num_tokens - cohort.num_prompt_tokens[done] == 1
         first_tokens = [complete[i] for i in is_first.nonzero()[0].tolist()]
         finished += self._find_ended(complete, at, num_tokens, cohort.end_lengths[done], token_ids)

@@ -14,11 +14,15 @@ from shared_scheduler.drafts import DraftChooser
 from shared_scheduler.errors import CorruptionError, RequestError, SchedulerError
 from shared_scheduler.forks import Forks
 from shared_scheduler.holdings import Holdings
+from shared_scheduler.loans import Import, Loan
 from shared_scheduler.outputs import Int64Array, SchedulerOutputs, StepResults
 from shared_scheduler.prefill import PromptPlan, PromptPlanner
+from shared_scheduler.prefix_cache import PrefixCache
 from shared_scheduler.queues import Queues
 from shared_scheduler.remote import RemoteArrivals
 from shared_scheduler.results import ResultProcessor
+from shared_scheduler.reuse import CacheStats
+from shared_scheduler.rows import Int32Array
 from shared_scheduler.sequence import Sequence
 from shared_scheduler.status import SequenceStatus
 from shared_scheduler.step_time import StepTimeModel
@@ -154,6 +158,36 @@ class Scheduler:
         """Give up before arrival; no read may be in flight any more."""
         self._remote.drop(sequence, reason)
 
+    # ----- blocks that move between the caches of two engines
+
+    def lend(self, token_ids: Many[int], cache_salt: str = "", first_block: int = 0) -> Loan | None:
+        """Pin what is cached of these tokens from a block on, for a peer to read; None: nothing is."""
+        return self._holdings.loans.lend(_as_tokens(token_ids), cache_salt, first_block)
+
+    def give_back(self, loan: Loan) -> None:
+        """The peer reads no more."""
+        self._holdings.loans.give_back(loan)
+
+    def reserve_import(
+        self, token_ids: Many[int], cache_salt: str, first_block: int, num_blocks: int
+    ) -> Import | None:
+        """Take blocks for full blocks of these tokens that a peer has cached.
+
+        None: there is no room, or the blocks before them are not cached here (any more), or the model keeps
+        state, which cached blocks alone do not restore.
+        """
+        if self._holdings.states is not None:
+            return None
+        return self._holdings.loans.reserve(_as_tokens(token_ids), cache_salt, first_block, num_blocks)
+
+    def commit_import(self, wanted: Import) -> None:
+        """The blocks are filled: prompts find them from now on."""
+        self._holdings.loans.commit(wanted)
+
+    def drop_import(self, wanted: Import) -> None:
+        """Give up; no read into the blocks may be in flight any more."""
+        self._holdings.loans.drop(wanted)
+
     # ----- steps
 
     def schedule(self) -> SchedulerOutputs:
@@ -208,6 +242,7 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
+        """Blocks that nobody uses, those with cached content among them."""
         return self._holdings.blocks.num_free
 
     @property
@@ -235,6 +270,14 @@ class Scheduler:
     def num_held(self) -> int:
         """PROMPT: sequences whose blocks wait for their hand-over to be released."""
         return len(self._queues.held)
+
+    @property
+    def cache(self) -> PrefixCache | None:
+        """The prefix cache; None where `prefix_cache` is off."""
+        return self._holdings.reuse.cache
+
+    def cache_stats(self) -> CacheStats:
+        return self._holdings.reuse.stats()
 
     @property
     def usage(self) -> float:
@@ -332,3 +375,7 @@ class Scheduler:
                 f"{sequence.request_id!r} counts blocks of {sequence.cache.block_size} tokens, the pool has"
                 f" block_size={self.config.block_size}"
             )
+
+
+def _as_tokens(token_ids: Many[int]) -> Int32Array:
+    return np.asarray(token_ids, np.int32)

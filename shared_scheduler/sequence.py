@@ -21,11 +21,13 @@ class Sequence:
     """A request's committed tokens (prompt, then accepted output) and its ledgers.
 
     `prompt_token_ids` may be any sequence of ints; `chunk_checkpoints` are token positions, ascending, at
-    which a chunk must end. A sequence that is not `schedulable` blocks the queue until it is.
+    which a chunk must end. A sequence that is not `schedulable` blocks the queue until it is. Sequences of
+    different `cache_salt` share no blocks.
     """
 
     __slots__ = (
-        "_num_stored", "_reason", "_row", "_rows", "_tokens", "arrival_s", "cache", "compressed_token_ids",
+        "_num_stored", "_reason", "_row", "_rows", "_tokens", "arrival_s", "cache", "cache_salt",
+        "compressed_token_ids",
         "draft", "num_prompt_tokens", "request_id", "sampling", "schedule", "structured",
     )  # fmt: skip
 
@@ -41,6 +43,7 @@ class Sequence:
         branch_id: str = DEFAULT_BRANCH,
         structured: StructuredLedger | None = None,
         compressed_token_ids: TokenSequence[int] | None = None,
+        cache_salt: str = "",
     ) -> None:
         if not len(prompt_token_ids):
             raise RequestError(f"request {request_id!r} has an empty prompt")
@@ -51,6 +54,7 @@ class Sequence:
         """Parallel ids of a smaller tokenizer; carried along, never read here."""
         self.arrival_s = 0.0
         self.cache = CacheLedger(block_size)
+        self.cache_salt = cache_salt
         self.schedule = ScheduleLedger(schedulable, branch_id, chunk_checkpoints)
         self.draft = DraftLedger()
         self.structured = structured or StructuredLedger()

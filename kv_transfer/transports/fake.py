@@ -28,6 +28,8 @@ class FakeTransport:
         self.next_error: str | None = None
         """The next read fails with this."""
         self.num_open = 0
+        self.num_reads = 0
+        self._num_permitted = 0
         self._views: list[npt.NDArray[np.uint8]] = []
         self._blob: bytes | None = None
 
@@ -43,6 +45,17 @@ class FakeTransport:
         if memory.blob not in _served:
             raise PeerLost("the fake source is closed")
         return FakeConnection(self, memory.blob, self._views)
+
+    def finish_one(self) -> None:
+        """Let the oldest read end although reads are stalled."""
+        self._num_permitted += 1
+
+    def take_permitted(self, num_pending: int) -> int:
+        """How many reads end at this poll."""
+        if not self.stalled:
+            return num_pending
+        num_over, self._num_permitted = min(self._num_permitted, num_pending), 0
+        return num_over
 
     def close(self) -> None:
         if self._blob is not None:
@@ -62,15 +75,17 @@ class FakeConnection:
         return None
 
     def read(self, reads: Sequence[BlockRead]) -> int:
+        self._transport.num_reads += 1
         read_id, self._next_id = self._next_id, self._next_id + 1
         self._pending[read_id] = reads
         return read_id
 
     def poll(self) -> list[ReadResult]:
-        if self._transport.stalled:
-            return []
-        pending, self._pending = self._pending, {}
-        return [self._finish(read_id, reads) for read_id, reads in pending.items()]
+        num_over = self._transport.take_permitted(len(self._pending))
+        over = list(self._pending.items())[:num_over]
+        for read_id, _ in over:
+            del self._pending[read_id]
+        return [self._finish(read_id, reads) for read_id, reads in over]
 
     def _finish(self, read_id: int, reads: Sequence[BlockRead]) -> ReadResult:
         error, self._transport.next_error = self._transport.next_error, None

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from engine.assembly import regions_of
 from engine.choices import Choices
-from engine.completion_role import CompletionHandover
+from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.drafters import Drafter, PromptLookup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import AddRequest, RequestOutput
@@ -30,6 +31,7 @@ BLOCK_SIZE = 4
 CHUNK = 8
 EOS = 2
 DEADLINE_S = 30.0
+LIMITS = ArrivalLimits(wait_s=20.0, room_wait_s=20.0, share=0.5)
 
 
 def tiny_checkpoint(path: Path) -> Path:
@@ -95,14 +97,14 @@ class TestEngine:
             )
         )
         self.choices = Choices(self.scheduler)
-        role = make_role(self.scheduler, self.choices)
+        self.role = make_role(self.scheduler, self.choices)
         if num_draft_tokens and drafter is None:
             drafter = PromptLookup(self.scheduler.config.num_draft_slots)
         self.engine = LLMEngine(
             self.scheduler,
             runner,
             Sampler(),
-            role,
+            self.role,
             choices=self.choices,
             overlap=overlap,
             drafter=drafter if num_draft_tokens else None,
@@ -152,6 +154,8 @@ class EnginePair:
         completion_blocks: int = 64,
         overlap: bool = False,
         make_runner: Callable[[int], Runner] | None = None,
+        chunk_handover: bool = True,
+        limits: ArrivalLimits = LIMITS,
     ) -> None:
         """`make_runner`: from the number of blocks; None loads the checkpoint."""
         make_runner = make_runner or partial(tiny_runner, checkpoint)
@@ -177,13 +181,15 @@ class EnginePair:
         self.prompt = TestEngine(
             EngineType.PROMPT,
             prompt_runner,
-            lambda scheduler, choices: PromptHandover(scheduler, self._source, choices),
+            lambda scheduler, choices: PromptHandover(
+                scheduler, self._source, choices, announces_chunks=chunk_handover
+            ),
             overlap=overlap,
         )
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
-            lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, wait_s=20.0),
+            lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, limits),
             overlap=overlap,
         )
         self.address = PromptEngineAddress(
@@ -207,7 +213,12 @@ class EnginePair:
         )
 
     def add_completion(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, n: int = 1
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        n: int = 1,
+        handover_id: str | None = None,
     ) -> None:
         self.completion.engine.add(
             AddRequest(
@@ -215,7 +226,7 @@ class EnginePair:
                 prompt_token_ids=tuple(prompt),
                 sampling=sampling,
                 num_completions=n,
-                handover_id=f"handover-{request_id}",
+                handover_id=handover_id or f"handover-{request_id}",
                 prompt_engine=self.address,
             )
         )
@@ -229,6 +240,15 @@ class EnginePair:
             self.completion.turn()
             if not (self.prompt.engine.has_work or self.completion.engine.has_work):
                 self._woken.wait(0.01)
+
+    def run_completion_until(self, condition: Callable[[], bool], what: str) -> None:
+        """While the prompt engine stands still."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
+            self._woken.clear()
+            self.completion.turn()
+            self._woken.wait(0.01)
 
     def run_until_drained(self) -> None:
         self.run_until(lambda: self.prompt.is_drained and self.completion.is_drained, "all blocks are free")
@@ -246,7 +266,7 @@ class EnginePair:
 
 
 @contextmanager
-def engine_pair(checkpoint: Path, **options: int) -> Iterator[EnginePair]:
+def engine_pair(checkpoint: Path, **options: Any) -> Iterator[EnginePair]:
     pair = EnginePair(checkpoint, **options)
     try:
         yield pair

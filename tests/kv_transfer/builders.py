@@ -11,9 +11,9 @@ from kv_transfer.events import SinkEvent, SourceEvent
 from kv_transfer.layout import Identity, Region
 from kv_transfer.memory import HugePageRegion
 from kv_transfer.messages import ChoiceStart, ToSink, ToSource, encode
+from kv_transfer.offers import Announcement, Offer, check_announcement, check_offer
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink_session import PeerSession
-from kv_transfer.source_ledger import Offer, check_offer
 from kv_transfer.source_protocol import Served, SourceProtocol
 from kv_transfer.stats import SinkCounters
 from kv_transfer.transports.fake import FakeTransport
@@ -137,6 +137,9 @@ class Reader:
     def abandon(self, handover_id: str = "h") -> None:
         self.session.abandon(handover_id, self._pair.now_s)
 
+    def decline(self, handover_id: str = "h") -> None:
+        self.session.decline(handover_id, self._pair.now_s)
+
     def take_events(self) -> list[SinkEvent]:
         taken = list(self.events)
         self.events.clear()
@@ -183,6 +186,11 @@ class Pair:
         item = item or offer()
         ids = check_offer(item, self.identity.block_size, self.pool.regions)
         self.source.ledger.offer(item, ids, self.now_s)
+
+    def announce(self, block_ids: Sequence[int], num_tokens: int = 6, handover_id: str = "h") -> None:
+        item = Announcement(handover_id, num_tokens, block_ids)
+        ids = check_announcement(item, self.identity.block_size, self.pool.regions)
+        self.source.ledger.announce(item, ids, self.now_s)
 
     def withdraw(self, handover_id: str = "h") -> None:
         self.source.ledger.withdraw(handover_id, self.now_s)

@@ -11,10 +11,10 @@ import json
 import sys
 from typing import TypedDict
 
+from kv_transfer.offers import Offer
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
-from kv_transfer.source_ledger import Offer
 from kv_transfer.transports import make_transport
 from tests.kv_transfer.builders import FIRST, Pool, identity
 from wire.services import PromptEngineAddress

@@ -19,9 +19,9 @@ def hand_over(peer: Peer, sink: SinkEnd, epoch: int = 1, handover_id: str = "h")
     sink.pool.kv[:] = 0
     sink.sink.request(handover_id, address_of(peer.ready[0], epoch))
     peer.tell("offer", handover_id, 6, [3, 5])
-    assert sink.event() == Offered(handover_id, 6, 2, FIRST)
+    assert sink.event() == Offered(handover_id, 6, 2)
     sink.sink.pull(handover_id, [7, 8])
-    assert sink.event() == Arrived(handover_id)
+    assert sink.event() == Arrived(handover_id, FIRST)
     assert peer.expect("Released") == [handover_id, "released"]
     assert sink.pool.holds((7, 8), (3, 5))
 
@@ -33,14 +33,14 @@ def test_hand_over_through_sockets_and_threads() -> None:
     with a_source() as source, a_sink() as sink:
         sink.sink.request("h", address_of(source.source.control_address))
         source.source.offer(offer())
-        assert sink.event() == Offered("h", 6, 2, FIRST)
+        assert sink.event() == Offered("h", 6, 2)
         sink.sink.pull("h", [7, 8])
-        assert sink.event() == Arrived("h")
+        assert sink.event() == Arrived("h", FIRST)
         assert source.event() == Released("h", "released")
         assert sink.pool.holds((7, 8), (3, 5))
         stats = sink.sink.stats()
         assert (stats.arrived, stats.blocks_read, stats.num_handovers) == (1, 2, 0)
-        assert stats.counts_by_stage == {"wait": 1, "queue": 1, "read": 1, "confirm": 1}
+        assert stats.counts_by_stage == {"wait": 1, "queue": 1, "read": 1, "tail": 1, "confirm": 1}
         assert source.source.stats().ends_by_reason == {"released": 1}
 
 
@@ -49,9 +49,9 @@ def test_hand_over_through_ipc(tmp_path_factory: pytest.TempPathFactory) -> None
     with a_source("zmq", f"ipc://{path}") as source, a_sink("zmq") as sink:
         sink.sink.request("h", address_of(source.source.control_address))
         source.source.offer(offer())
-        assert sink.event() == Offered("h", 6, 2, FIRST)
+        assert sink.event() == Offered("h", 6, 2)
         sink.sink.pull("h", [7, 8])
-        assert sink.event() == Arrived("h")
+        assert sink.event() == Arrived("h", FIRST)
         assert sink.pool.holds((7, 8), (3, 5))
 
 
@@ -108,7 +108,7 @@ def test_wildcard_needs_a_host_to_advertise() -> None:
         source.source.offer(offer())
         sink.event()
         sink.sink.pull("h", [7, 8])
-        assert sink.event() == Arrived("h")
+        assert sink.event() == Arrived("h", FIRST)
 
 
 def test_mismatch_fails_within_a_second_and_spares_the_others() -> None:
@@ -120,7 +120,7 @@ def test_mismatch_fails_within_a_second_and_spares_the_others() -> None:
         with a_sink() as good:
             good.sink.request("h", address_of(source.source.control_address))
             source.source.offer(offer())
-            assert good.event() == Offered("h", 6, 2, FIRST)
+            assert good.event() == Offered("h", 6, 2)
 
 
 def test_unequal_transports_are_refused_by_name() -> None:
@@ -173,7 +173,7 @@ def test_bytes_that_are_no_messages_are_counted_and_ignored() -> None:
             vandal.send_multipart(frames)
         sink.sink.request("h", address_of(source.source.control_address))
         source.source.offer(offer())
-        assert sink.event() == Offered("h", 6, 2, FIRST)
+        assert sink.event() == Offered("h", 6, 2)
         while source.source.stats().ignored_by_kind.get("invalid", 0) < 5:
             vandal.poll(1)
 
@@ -224,7 +224,7 @@ def test_aborted_requests_leave_no_descriptors_and_no_state_behind() -> None:
         source.source.offer(offer("first"))
         assert isinstance(sink.event(), Offered)
         sink.sink.pull("first", [7, 8])
-        assert sink.event() == Arrived("first")
+        assert sink.event() == Arrived("first", FIRST)
         assert source.event() == Released("first", "released")
         assert abort(1) == abort(500)
         stats = sink.sink.stats()

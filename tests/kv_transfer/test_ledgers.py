@@ -18,6 +18,8 @@ class HandoverLives(RuleBasedStateMachine):
         self.pair = Pair()
         self.pair.run()
         self.pinned: dict[str, tuple[int, ...]] = {}
+        self.growing: dict[str, tuple[int, ...]] = {}
+        """Announced, not offered: their blocks are the prompt engine's own."""
         self.offered_once: set[str] = set()
         self.open: dict[str, str] = {}
         """Requested and without a final event: id to `asked`, `offered`, `pulled` or `unsafe`."""
@@ -35,24 +37,45 @@ class HandoverLives(RuleBasedStateMachine):
 
     @property
     def free_remote(self) -> list[int]:
-        taken = {block for ids in self.pinned.values() for block in ids}
+        taken = {block for ids in (*self.pinned.values(), *self.growing.values()) for block in ids}
         return [block for block in range(1, NUM_BLOCKS) if block not in taken]
 
     @rule(handover_id=IDS)
     def offer(self, handover_id: str) -> None:
         free = self.free_remote
-        if handover_id in self.offered_once or len(free) < 2:
+        if handover_id in self.growing:
+            self.pinned[handover_id] = self.growing.pop(handover_id)
+        elif handover_id in self.offered_once or len(free) < 2:
             return
+        else:
+            self.pinned[handover_id] = (free[0], free[1])
         self.offered_once.add(handover_id)
-        self.pinned[handover_id] = (free[0], free[1])
-        self.pair.pool.kv[[free[0], free[1]]] = 1  # the prompt engine has computed them
+        self.pair.pool.kv[list(self.pinned[handover_id])] = 1  # the prompt engine has computed them
         self.pair.offer(offer(handover_id, block_ids=self.pinned[handover_id]))
         self.drain()
 
     @rule(handover_id=IDS)
+    def announce(self, handover_id: str) -> None:
+        """The first of two blocks; once more, if it is computed again in another place."""
+        free = self.free_remote
+        if handover_id in self.offered_once - self.growing.keys() or len(free) < 2:
+            return
+        self.offered_once.add(handover_id)
+        self.overwrite(self.growing.get(handover_id, ()))
+        self.growing[handover_id] = (free[0], free[1])
+        self.pair.pool.kv[free[0]] = 1
+        self.pair.announce(free[:1], handover_id=handover_id)
+        self.drain()
+
+    @rule(handover_id=IDS)
     def withdraw(self, handover_id: str) -> None:
+        self.overwrite(self.growing.pop(handover_id, ()))
         self.pair.withdraw(handover_id)
         self.drain()
+
+    def overwrite(self, blocks: tuple[int, ...]) -> None:
+        """They are someone else's now: a read of them that is confirmed later is a wrong answer."""
+        self.pair.pool.kv[list(blocks)] = 255
 
     @precondition(lambda self: not self.reader.session.is_lost)
     @rule(handover_id=IDS)
@@ -75,6 +98,11 @@ class HandoverLives(RuleBasedStateMachine):
     @rule(handover_id=IDS)
     def abandon(self, handover_id: str) -> None:
         self.reader.abandon(handover_id)
+        self.drain()
+
+    @rule(handover_id=IDS)
+    def decline(self, handover_id: str) -> None:
+        self.reader.decline(handover_id)
         self.drain()
 
     @rule()
@@ -103,11 +131,10 @@ class HandoverLives(RuleBasedStateMachine):
         self.reader.transport.stalled = stalled
 
     def drain(self) -> None:
-        # The engine overwrites what is released: a read of it that is confirmed later is a wrong answer.
         for released in self.pair.take_events():
             blocks = self.pinned.pop(released.handover_id)
             if released.reason != "released":
-                self.pair.pool.kv[list(blocks)] = 255
+                self.overwrite(blocks)
         for event in self.reader.take_events():
             self.on_event(event.handover_id, event)
 
@@ -135,6 +162,10 @@ class HandoverLives(RuleBasedStateMachine):
         """Once the link is whole again everything ends: no block stays pinned, no request stays open."""
         self.reader.transport.stalled = False
         self.reader.to_source.hold = self.reader.to_sink.hold = False
+        self.pair.run()
+        self.drain()
+        for handover_id in list(self.growing):
+            self.withdraw(handover_id)
         self.pair.run()
         self.drain()
         for handover_id, state in list(self.open.items()):

@@ -1,13 +1,15 @@
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.errors import MessageError
 from kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
+    Announce,
     ChoiceStart,
     Confirm,
+    Ending,
     Grant,
     Hello,
     HelloOk,
@@ -36,12 +38,15 @@ TO_SOURCE: list[ToSource] = [
     Want(1, "h"),
     Renew(1, 7, [LeaseRef("h", 3)]),
     Release(1, "h", 3, "done"),
+    Release(1, "h", 0, "declined"),
 ]
 TO_SINK: list[ToSink] = [
     HelloOk(1),
     Refused(1, "dtype", "float16", "float32"),
     Introduction(1, "prompt-0", "fake", "1", b"blob", [RegionInfo("kv", 4096, 64, 8)], 10.0),
-    Grant(1, "h", 3, 10.0, 6, b"\3\0\0\0\5\0\0\0", None, (ChoiceStart(0, 42), ChoiceStart(2, 7))),
+    Grant(1, "h", 3, 10.0, 6, b"\3\0\0\0\5\0\0\0", Ending(None, (ChoiceStart(0, 42), ChoiceStart(2, 7)))),
+    Grant(1, "h", 3, 10.0, 6, b"\3\0\0\0", None),
+    Announce(1, "h", 3, 1, b"\5\0\0\0", Ending(2, (ChoiceStart(0, 42),))),
     Unavailable(1, "h", 3, "withdrawn"),
     Renewed(1, 7, [LeaseTtl("h", 3, 10.0)]),
     Confirm(1, "h", 3, True, "released"),
@@ -81,7 +86,7 @@ def test_a_grant_without_choices_with_too_many_or_with_impossible_ones_is_refuse
 ) -> None:
     first_tokens = tuple(ChoiceStart(*start) for start in starts)
     with pytest.raises(MessageError):
-        decode_to_sink(encode(Grant(1, "h", 3, 10.0, 6, b"\3\0\0\0\5\0\0\0", None, first_tokens)))
+        decode_to_sink(encode(Grant(1, "h", 3, 10.0, 6, b"\3\0\0\0\5\0\0\0", Ending(None, first_tokens))))
 
 
 def test_message_over_the_size_limit_is_refused_unread() -> None:
@@ -118,6 +123,7 @@ def frames(messages: list[ToSource] | list[ToSink]) -> st.SearchStrategy[list[by
     return st.lists(one, max_size=2)
 
 
+@settings(deadline=None)
 @given(st.lists(frames(TO_SOURCE), max_size=8))
 def test_source_survives_any_bytes(messages: list[list[bytes]]) -> None:
     pair = Pair()
@@ -129,6 +135,7 @@ def test_source_survives_any_bytes(messages: list[list[bytes]]) -> None:
         pair.source.ledger.check_invariants()
 
 
+@settings(deadline=None)
 @given(st.lists(frames(TO_SINK), max_size=8))
 def test_sink_survives_any_bytes(messages: list[list[bytes]]) -> None:
     pair = Pair()

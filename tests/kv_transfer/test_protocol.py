@@ -8,7 +8,7 @@ from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.builders import COMPATIBILITY, FIRST, Pair, identity, offer
 from wire.services import PromptEngineAddress
 
-OFFERED = Offered("h", 6, 2, FIRST)
+OFFERED = Offered("h", 6, 2)
 LEASE_S = TransferSettings().lease_s
 
 
@@ -44,7 +44,7 @@ def test_blocks_arrive_once_the_release_is_confirmed(pair: Pair) -> None:
     offered(pair)
     pair.reader.pull((7, 8))
     pair.run()
-    assert pair.reader.take_events() == [Arrived("h")]
+    assert pair.reader.take_events() == [Arrived("h", FIRST)]
     assert pair.take_events() == [Released("h", "released")]
     assert pair.reader.pool.holds((7, 8), (3, 5))
 
@@ -70,7 +70,7 @@ def test_reader_skips_blocks_it_has(pair: Pair) -> None:
     offered(pair)
     pair.reader.pull((8,), first_block=1)
     pair.run()
-    assert pair.reader.take_events() == [Arrived("h")]
+    assert pair.reader.take_events() == [Arrived("h", FIRST)]
     assert pair.reader.pool.holds((8,), (5,))
 
 
@@ -78,7 +78,7 @@ def test_reader_that_has_every_block_moves_nothing(pair: Pair) -> None:
     offered(pair)
     pair.reader.pull((), first_block=2)
     pair.run()
-    assert pair.reader.take_events() == [Arrived("h")]
+    assert pair.reader.take_events() == [Arrived("h", FIRST)]
     assert pair.reader.counters.bytes_read == 0
 
 
@@ -86,10 +86,10 @@ def test_state_slot_moves_with_the_blocks(pair: Pair) -> None:
     pair.reader.request()
     pair.offer(offer(slot=2))
     pair.run()
-    assert pair.reader.take_events() == [Offered("h", 6, 2, FIRST, has_state=True)]
+    assert pair.reader.take_events() == [Offered("h", 6, 2)]
     pair.reader.pull((7, 8), slot=1)
     pair.run()
-    assert pair.reader.take_events() == [Arrived("h")]
+    assert pair.reader.take_events() == [Arrived("h", FIRST)]
     assert pair.reader.pool.state[:, 0].tolist() == [0, 103, 0, 0]
 
 
@@ -101,7 +101,7 @@ def test_many_handovers_share_one_session(pair: Pair) -> None:
     for index in range(5):
         pair.reader.pull((index + 6,), f"h{index}")
     pair.run()
-    assert pair.reader.take_events()[5:] == [Arrived(f"h{index}") for index in range(5)]
+    assert pair.reader.take_events()[5:] == [Arrived(f"h{index}", FIRST) for index in range(5)]
     assert pair.reader.pool.holds(range(6, 11), range(1, 6))
 
 
@@ -292,7 +292,7 @@ def test_live_reader_may_queue_ten_times_the_lease(pair: Pair) -> None:
     assert pair.take_events() == []
     pair.reader.pull()
     pair.run()
-    assert pair.reader.take_events() == [Arrived("h")]
+    assert pair.reader.take_events() == [Arrived("h", FIRST)]
 
 
 def test_live_reader_may_wait_ten_times_the_lease_for_the_offer(pair: Pair) -> None:
@@ -387,7 +387,7 @@ def test_second_reader_takes_over_and_the_first_is_never_confirmed(pair: Pair) -
     assert pair.take_events() == []
     second.pull()
     pair.run()
-    assert second.take_events() == [Arrived("h")]
+    assert second.take_events() == [Arrived("h", FIRST)]
     assert pair.take_events() == [Released("h", "released")]
 
 

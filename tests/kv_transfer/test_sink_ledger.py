@@ -6,6 +6,7 @@ import pytest
 from kv_transfer.events import Arrived, Failed, Offered
 from kv_transfer.messages import (
     Confirm,
+    Ending,
     Grant,
     LeaseRef,
     LeaseTtl,
@@ -17,7 +18,7 @@ from kv_transfer.messages import (
 from kv_transfer.sink_renewals import Renewals
 from tests.kv_transfer.builders import FIRST, Pair
 
-OFFERED = Offered("h", 6, 2, FIRST)
+OFFERED = Offered("h", 6, 2)
 
 
 @pytest.fixture
@@ -36,7 +37,9 @@ def tell(pair: Pair, message: ToSink) -> None:
 def grant(
     block_ids: tuple[int, ...] = (3, 5), num_tokens: int = 6, slot: int | None = None, generation: int = 1
 ) -> Grant:
-    return Grant(1, "h", generation, 10.0, num_tokens, np.array(block_ids, "<i4").tobytes(), slot, FIRST)
+    return Grant(
+        1, "h", generation, 10.0, num_tokens, np.array(block_ids, "<i4").tobytes(), Ending(slot, FIRST)
+    )
 
 
 def confirming(pair: Pair) -> None:
@@ -59,8 +62,7 @@ def confirming(pair: Pair) -> None:
         grant(block_ids=(-1, 5)),
         grant(block_ids=(3, 3)),
         grant(slot=4),
-        grant(generation=0),
-        Grant(1, "h", 1, 10.0, 6, b"12345", None, FIRST),
+        Grant(1, "h", 1, 10.0, 6, b"12345", Ending(None, FIRST)),
     ],
 )
 def test_offer_that_contradicts_the_layout_fails_the_request(pair: Pair, wrong: Grant) -> None:
@@ -70,10 +72,16 @@ def test_offer_that_contradicts_the_layout_fails_the_request(pair: Pair, wrong: 
     assert (failed.reason, failed.blocks_safe) == ("bad_offer", True)
 
 
+def test_grant_without_a_generation_is_ignored(pair: Pair) -> None:
+    tell(pair, grant(generation=0))
+    assert pair.reader.take_events() == []
+    assert pair.reader.counters.ignored == {"invalid": 1}
+
+
 def test_duplicate_and_unasked_grants_are_counted_and_ignored(pair: Pair) -> None:
     tell(pair, grant())
     tell(pair, grant(generation=2))
-    tell(pair, Grant(1, "unasked", 1, 10.0, 6, b"", None, FIRST))
+    tell(pair, Grant(1, "unasked", 1, 10.0, 6, b"", Ending(None, FIRST)))
     assert pair.reader.take_events() == [OFFERED]
     assert pair.reader.counters.ignored == {"duplicate": 1, "unknown": 1}
 
@@ -92,7 +100,7 @@ def test_only_its_own_generations_confirmation_counts(pair: Pair) -> None:
         tell(pair, Confirm(1, "h", generation, True, "released"))
     assert pair.reader.take_events() == []
     tell(pair, Confirm(1, "h", 1, True, "released"))
-    assert pair.reader.take_events() == [Arrived("h")]
+    assert pair.reader.take_events() == [Arrived("h", FIRST)]
 
 
 def test_confirmation_before_the_release_is_ignored(pair: Pair) -> None:

@@ -97,6 +97,8 @@ class FakeWorker:
 
     config: SchedulerConfig
     pool: npt.NDArray[np.int64] = field(init=False)
+    salts: dict[int, str] = field(default_factory=dict)
+    """Block -> salt of whoever wrote into it last."""
     states: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,7 @@ class FakeWorker:
         self.copy(outputs)
         assert not (batch.input_from_previous >= 0).any()
         self.pool[batch.slot_mapping] = batch.token_ids
+        self._mark_salts(outputs, batch)
         sampled: list[int] = []
         accepted: list[int] = []
         at = 0
@@ -115,6 +118,7 @@ class FakeWorker:
             q, k = int(batch.seqlens_q[i]), int(batch.seqlens_k[i])
             assert batch.positions[at : at + q].tolist() == list(range(k - q, k))
             tokens = self._read(batch, i, k)
+            assert tokens[: k - q] == s.token_ids[: k - q] or not outputs.prompt_run, "a foreign prefix"
             assert HOLE not in tokens, f"{s!r} reads a position nobody wrote"
             self._advance_state(batch, i, tokens, q)
             drafts = [] if outputs.prompt_run else tokens[k - q + 1 :]
@@ -136,20 +140,49 @@ class FakeWorker:
                 self.pool[target * size : (target + 1) * size] = self.pool[
                     source * size : (source + 1) * size
                 ]
+                self.salts[target] = self.salts[source]
         for source, target in outputs.clone_states:
             if target:
                 self.states[target] = self.states[source]
         self.states[outputs.zero_states] = 0
 
     def receive(self, s: Sequence) -> None:
-        """A transfer fills the blocks and the slot of a reserved sequence."""
-        tokens = s.token_array()
+        """A transfer fills the blocks and the slot of a reserved sequence, but for the cached ones."""
+        tokens, start = s.token_array(), s.cache.num_tokens
         slots = (
             s.cache.block_table[:, None] * self.config.block_size + np.arange(self.config.block_size)
         ).ravel()
-        self.pool[slots[: tokens.size]] = tokens
+        self.pool[slots[start : tokens.size]] = tokens[start:]
+        assert self.pool[slots[: tokens.size]].tolist() == tokens.tolist(), "a foreign prefix"
+        self.salts |= dict.fromkeys(
+            s.cache.block_table[start // self.config.block_size :].tolist(), s.cache_salt
+        )
         if s.cache.state_id is not None:
             self.states[s.cache.state_id] = state_of(tokens.tolist())
+
+    def fill(self, block_ids: Many[int], tokens: Many[int], cache_salt: str) -> None:
+        """A transfer fills whole blocks."""
+        size = self.config.block_size
+        for place, block in enumerate(block_ids):
+            self.pool[block * size : (block + 1) * size] = tokens[place * size : (place + 1) * size]
+            self.salts[block] = cache_salt
+
+    def holds(self, block_ids: Many[int], tokens: Many[int], cache_salt: str) -> bool:
+        """Are these the tokens in the blocks?"""
+        slots = (
+            np.array(block_ids)[:, None] * self.config.block_size + np.arange(self.config.block_size)
+        ).ravel()
+        return self.pool[slots].tolist() == list(tokens) and {self.salts[b] for b in block_ids} == {
+            cache_salt
+        }
+
+    def _mark_salts(self, outputs: SchedulerOutputs, batch: Batch) -> None:
+        owners = np.repeat(np.arange(batch.num_sequences), batch.seqlens_q)
+        for slot, owner in zip(batch.slot_mapping.tolist(), owners.tolist(), strict=True):
+            self.salts[slot // self.config.block_size] = outputs.sequences[owner].cache_salt
+        for i, s in enumerate(outputs.sequences):
+            blocks = batch.block_tables[i, : -(-int(batch.seqlens_k[i]) // self.config.block_size)].tolist()
+            assert {self.salts[block] for block in blocks} == {s.cache_salt}, "a block of another salt"
 
     def _read(self, batch: Batch, i: int, k: int) -> list[int]:
         positions = np.arange(k)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from shared_scheduler import (
     AllocStatus,
     EngineType,
+    Import,
+    Loan,
     RequestError,
     Scheduler,
     SchedulerConfig,
@@ -72,6 +74,8 @@ def configs(draw: st.DrawFn, engine_type: EngineType, **fixed: Any) -> Scheduler
         "image_pad_token_id": IMAGE_PAD,
         "image_start_token_id": IMAGE_START,
         "remote_growth_tokens": draw(st.sampled_from([1, 8])),
+        "prefix_cache": draw(st.booleans()),
+        "partial_pulls": draw(st.booleans()),
     }
     return SchedulerConfig(**(values | fixed))
 
@@ -101,7 +105,11 @@ def events() -> st.SearchStrategy[Event]:
     return st.one_of(
         st.tuples(st.just("arrive"), prompts(), sampling, checkpoints, st.integers(0, 5)),
         st.tuples(st.just("arrive"), prompts(), sampling, st.just(()), st.just(1)),
+        st.tuples(st.just("turn"), pick, st.integers(0, 40), prompts(), sampling),
         st.tuples(st.just("abort"), pick),
+        st.tuples(st.just("lend"), pick, st.integers(0, 3)),
+        st.tuples(st.just("import"), pick, st.integers(0, 3), st.integers(1, 3)),
+        st.tuples(st.just("return"), st.booleans()),
         st.tuples(st.just("fork"), pick, sampling, st.sampled_from(["copy", "fresh", "own"])),
         st.tuples(st.just("draft"), st.integers(0, 2), st.integers(0, 3)),
         st.tuples(st.just("unblock"), pick),
@@ -117,7 +125,7 @@ histories = st.lists(st.lists(events(), max_size=3), max_size=25)
 def busy_history(seed: int, num_steps: int = 40) -> list[list[Event]]:
     """Many requests at once: what hypothesis, which prefers short examples, seldom draws."""
     chance = Random(seed)
-    with_drafts, with_forks, with_aborts = (chance.random() < 0.5 for _ in range(3))
+    with_drafts, with_forks, with_aborts, with_turns = (chance.random() < 0.5 for _ in range(4))
 
     def sampling() -> SamplingParams:
         return SamplingParams(
@@ -138,6 +146,12 @@ def busy_history(seed: int, num_steps: int = 40) -> list[list[Event]]:
         for _ in range(chance.choice([0, 0, 1, 1, 3])):
             checkpoints = tuple(sorted(chance.sample(range(1, 20), chance.choice([0, 0, 2]))))
             yield "arrive", prompt(), sampling(), checkpoints, chance.randint(0, 20)
+            if with_turns:
+                yield "turn", chance.randint(0, 40), chance.randint(0, 40), prompt(), sampling()
+        if with_turns and chance.random() < 0.2:
+            yield "lend", chance.randint(0, 40), chance.randint(0, 3)
+            yield "import", chance.randint(0, 40), chance.randint(0, 3), chance.randint(1, 3)
+            yield "return", chance.random() < 0.7
         if with_drafts:
             yield "draft", chance.randint(0, 2), chance.randint(0, 3)
         if with_forks and chance.random() < 0.4:
@@ -147,6 +161,35 @@ def busy_history(seed: int, num_steps: int = 40) -> list[list[Event]]:
         if chance.random() < 0.6:
             yield "finish_transfer", chance.randint(0, 7)
         yield "unblock", chance.randint(0, 7)
+
+    return [list(happenings()) for _ in range(num_steps)]
+
+
+def chat_history(seed: int, num_steps: int = 12) -> list[list[Event]]:
+    """Conversations that go on, begin again from an earlier turn, fork, and are left."""
+    chance = Random(seed)
+    openings = [tuple(chance.randrange(VOCABULARY) for _ in range(chance.choice([4, 9]))) for _ in range(2)]
+
+    def sampling() -> SamplingParams:
+        return SamplingParams(max_tokens=chance.randint(1, 9), seed=chance.randint(0, 2), ignore_eos=True)
+
+    def said() -> tuple[int, ...]:
+        return tuple(chance.randrange(4) for _ in range(chance.choice([1, 3, 6])))
+
+    def happenings() -> Iterator[Event]:
+        if chance.random() < 0.4:
+            yield "arrive", chance.choice(openings) + said(), sampling(), (), 9
+        yield "turn", chance.randint(0, 40), chance.choice([8, 16, 99, 99]), said(), sampling()
+        if chance.random() < 0.25:
+            yield "fork", chance.randint(0, 7), sampling(), chance.choice(["copy", "fresh", "own"])
+        if chance.random() < 0.2:
+            yield chance.choice(["abort", "drop"]), chance.randint(0, 7)
+        if chance.random() < 0.2:
+            yield "lend", chance.randint(0, 40), chance.randint(0, 3)
+            yield "import", chance.randint(0, 40), chance.randint(0, 3), chance.randint(1, 3)
+        if chance.random() < 0.2:
+            yield "return", chance.random() < 0.7
+        yield "finish_transfer", chance.randint(0, 7)
 
     return [list(happenings()) for _ in range(num_steps)]
 
@@ -196,6 +239,12 @@ class Life:
     computed: Counter[str] = field(default_factory=Counter)
     first_steps: list[int] = field(default_factory=list)
     forked: set[str] = field(default_factory=set)
+    without_blocks: set[str] = field(default_factory=set)
+    """Their next chunk is their first, or their first again."""
+    admitted: set[str] = field(default_factory=set)
+    loans: list[tuple[Loan, list[int], str]] = field(default_factory=list)
+    imports: list[Import] = field(default_factory=list)
+    """Filled, neither committed nor dropped."""
     launched: Launched | None = None
     num_requests: int = 0
 
@@ -213,6 +262,24 @@ class Life:
     def _on_arrive(
         self, prompt: Many[int], sampling: SamplingParams, checkpoints: tuple[int, ...], lottery: int
     ) -> None:
+        salt = "" if self.num_requests % 4 else "salt"
+        self._add(prompt, sampling, salt, checkpoints, is_schedulable=lottery > 0)
+
+    def _on_turn(self, index: int, num_kept: int, said: Many[int], sampling: SamplingParams) -> None:
+        """A prompt that begins like a conversation that was here before."""
+        former = self._pick(index, self.all_sequences)
+        if former is not None:
+            self._add((*former.token_ids[:num_kept], *said), sampling, former.cache_salt)
+
+    def _add(
+        self,
+        prompt: Many[int],
+        sampling: SamplingParams,
+        salt: str,
+        checkpoints: tuple[int, ...] = (),
+        *,
+        is_schedulable: bool = True,
+    ) -> None:
         is_completion = self.config.engine_type is EngineType.COMPLETION
         s = Sequence(
             str(self.num_requests),
@@ -220,7 +287,8 @@ class Life:
             sampling,
             block_size=self.config.block_size,
             chunk_checkpoints=checkpoints,
-            schedulable=is_completion or lottery > 0,
+            schedulable=is_completion or is_schedulable,
+            cache_salt=salt,
         )
         self.num_requests += 1
         if is_completion:
@@ -243,6 +311,36 @@ class Life:
         s = self._pick(index, self.live)
         if s is not None:
             self.scheduler.abort(s.request_id)
+
+    def _on_lend(self, index: int, first_block: int) -> None:
+        s = self._pick(index, self.all_sequences)
+        if s is None:
+            return
+        loan = self.scheduler.lend(s.token_ids, s.cache_salt, first_block)
+        if loan is not None:
+            tokens = s.token_ids[first_block * self.config.block_size : loan.num_tokens]
+            self.loans.append((loan, tokens, s.cache_salt))
+
+    def _on_import(self, index: int, first_block: int, num_blocks: int) -> None:
+        """What a peer has cached of a conversation arrives here."""
+        s, size = self._pick(index, self.all_sequences), self.config.block_size
+        end = (first_block + num_blocks) * size
+        if s is None or end > s.num_tokens or IMAGE_PAD in s.token_ids[:end]:
+            return
+        wanted = self.scheduler.reserve_import(s.token_ids, s.cache_salt, first_block, num_blocks)
+        if wanted is not None:
+            self.worker.fill(wanted.block_ids.tolist(), s.token_ids[first_block * size : end], s.cache_salt)
+            self.imports.append(wanted)
+
+    def _on_return(self, is_good: bool) -> None:
+        """The oldest loan and the oldest import end."""
+        if self.loans:
+            loan, tokens, salt = self.loans.pop(0)
+            assert self.worker.holds(loan.block_ids.tolist(), tokens, salt), "a lent block was written"
+            self.scheduler.give_back(loan)
+        if self.imports:
+            wanted = self.imports.pop(0)
+            (self.scheduler.commit_import if is_good else self.scheduler.drop_import)(wanted)
 
     def _on_unblock(self, index: int) -> None:
         s = self._pick(index, self.live)
@@ -293,6 +391,7 @@ class Life:
         if s is not None:
             del self.in_transfer[s.request_id]
             self.worker.receive(s)
+            assert not s.cache.num_tokens or self.config.partial_pulls
             was_aborted = s.is_finished
             first = next_token(s.token_ids, s.sampling.seed)
             self.scheduler.admit_arrived(s, first)
@@ -314,6 +413,7 @@ class Life:
     # ----- steps
 
     def step(self, events_meanwhile: Many[Event] = ()) -> None:
+        self.without_blocks |= {name for name, s in self.live.items() if not s.holds_blocks}
         outputs = self.scheduler.schedule()
         self.scheduler.check_invariants()
         self._check_outputs(outputs)
@@ -395,20 +495,28 @@ class Life:
 
     def _check_chunk(self, s: Sequence, q: int, k: int) -> None:
         """Every position is computed once, in order; cuts are aligned and spare images; first come first."""
-        if not s.cache.num_tokens:
-            self.computed[s.request_id] = 0
+        if s.request_id in self.without_blocks:
+            self.without_blocks.discard(s.request_id)
+            self._on_first_chunk(s, k - q)
         assert k - q == self.computed[s.request_id], (
             f"{s!r} computes {k - q}.., has {self.computed[s.request_id]}"
         )
-        if k - q == 0 and s.num_output_tokens == 0 and s.request_id not in self.forked:
-            self.first_steps.append(int(s.request_id))
-            assert self.first_steps == sorted(self.first_steps), "overtaken in the queue"
         self.computed[s.request_id] = k
         if k < s.num_tokens:
             assert q % self.config.cut_alignment == 0
             assert q >= self.config.min_chunk
             tokens = s.token_ids
             assert not (tokens[k] == IMAGE_PAD and tokens[k - 1] in (IMAGE_START, IMAGE_PAD)), "image cut"
+
+    def _on_first_chunk(self, s: Sequence, start: int) -> None:
+        is_hit = self.config.prefix_cache and start % self.config.block_size == 0
+        self.computed[s.request_id] = start if is_hit else 0
+        if s.request_id in self.forked or s.request_id in self.admitted:
+            return
+        self.admitted.add(s.request_id)
+        assert s.cache.hit_tokens == start < s.num_prompt_tokens
+        self.first_steps.append(int(s.request_id))
+        assert self.first_steps == sorted(self.first_steps), "overtaken in the queue"
 
     def _end(self, s: Sequence) -> None:
         self.ended[s.request_id] += 1
@@ -427,6 +535,8 @@ class Life:
         for s in list(self.live.values()):
             self.scheduler.set_schedulable(s.request_id)
         budget = 100 + 40 * sum(s.num_tokens + s.sampling.max_tokens for s in self.live.values())
+        while self.loans or self.imports:
+            self._on_return(True)
         while self.scheduler.has_work() or self.launched or self.held or self.in_transfer:
             self._on_finish_transfer(0)
             self.step()
@@ -434,9 +544,20 @@ class Life:
             assert budget > 0, f"stuck with {list(self.live.values())}"
         assert not self.live
         assert self.scheduler.num_free_blocks == self.scheduler.num_usable_blocks
+        self._empty_cache()
         assert self.scheduler.num_free_slots in (None, (self.config.num_state_slots or 0) - 1)
         assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_held == 0
         assert set(self.ended) == set(self.expected)
+
+    def _empty_cache(self) -> None:
+        cache = self.scheduler.cache
+        if cache is None:
+            return
+        num_blocks = cache.num_blocks
+        cache.evict(num_blocks)
+        self.scheduler.check_invariants()
+        assert cache.num_blocks == 0
+        assert self.scheduler.cache_stats().num_evicted_blocks >= num_blocks
 
 
 def _num_rejected(launched: Launched) -> list[int]:
