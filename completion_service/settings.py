@@ -16,6 +16,7 @@ OWN_ENGINE_FIELDS = (
     "arrival_share",
     "speculative",
     "num_draft_tokens",
+    "admission_estimate",
     "prefill_attempt_interval",
     "prefill_any_attempt_interval",
     "dp_size",
@@ -51,6 +52,11 @@ class CompletionServiceSettings(EngineServiceSettings):
     )
     num_draft_tokens: int = Field(
         4, ge=1, le=16, description="tokens guessed for a sequence in a step at most"
+    )
+    admission_estimate: bool | None = Field(
+        None,
+        description="keep requests waiting while the pool has no room for the output that is expected of all;"
+        " default: on, but off with --engine normal",
     )
     prefill_attempt_interval: int = Field(
         70, ge=1, description="normal: decode steps between prompt steps that every rank wants"

@@ -38,6 +38,9 @@ class EngineConfig:
     num_draft_tokens: int = 4
     """Drafts verified for a sequence in a step at most."""
 
+    admission_estimate: bool | None = None
+    """Admit only what fits the pool with everybody's expected output; None: in a completion engine."""
+
     prefill_attempt_interval: int = 70
     prefill_any_attempt_interval: int = 100
     """Decode steps of a NORMAL engine between points where a prompt step may be tried."""
@@ -74,6 +77,10 @@ class EngineConfig:
     def max_num_draft_tokens(self) -> int:
         """A prompt engine drafts nothing, whatever it is told."""
         return 0 if self.role == "prompt" or self.speculative == "off" else self.num_draft_tokens
+
+    @property
+    def has_admission_estimate(self) -> bool:
+        return self.role == "completion" if self.admission_estimate is None else self.admission_estimate
 
     def check(self) -> None:
         """`EngineStartError` for settings that contradict each other, before anything is loaded."""

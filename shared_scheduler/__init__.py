@@ -5,6 +5,7 @@ Decisions only: no torch, no sockets, and no clock but the times it is handed.
 
 from shared_scheduler.batch import Batch
 from shared_scheduler.block_manager import AllocStatus, BlockManager
+from shared_scheduler.budgets import AdmissionResult
 from shared_scheduler.cohort import Cohort
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.copies import Copies
@@ -22,9 +23,9 @@ from shared_scheduler.status import SequenceStatus
 from shared_scheduler.voting import GroupVote, SingleRank, ThreadGroup
 
 __all__ = [
-    "REJECTED", "AllocStatus", "Batch", "BlockManager", "CacheStats", "Cohort", "ConfigError", "Copies",
-    "CorruptionError", "EngineType", "FirstToken", "FlopsEstimator", "GroupError", "GroupVote", "Import",
-    "Loan", "ModelShape", "PrefixCache", "RadixTree", "RequestError", "Scheduler", "SchedulerConfig",
-    "SchedulerError", "SchedulerOutputs", "Sequence", "SequenceStatus", "SingleRank", "StepFlops",
-    "StepResults", "ThreadGroup", "Watch",
+    "REJECTED", "AdmissionResult", "AllocStatus", "Batch", "BlockManager", "CacheStats", "Cohort",
+    "ConfigError", "Copies", "CorruptionError", "EngineType", "FirstToken", "FlopsEstimator",
+    "GroupError", "GroupVote", "Import", "Loan", "ModelShape", "PrefixCache", "RadixTree",
+    "RequestError", "Scheduler", "SchedulerConfig", "SchedulerError", "SchedulerOutputs", "Sequence",
+    "SequenceStatus", "SingleRank", "StepFlops", "StepResults", "ThreadGroup", "Watch",
 ]  # fmt: skip

@@ -32,6 +32,8 @@ class SchedulerConfig:
     """Tokens of one prompt step."""
     max_model_len: int
     """A sequence may hold this many tokens and is ended by the next one."""
+    max_chunk_tokens: int | None = None
+    """Tokens of one prompt in one step at most; None: all that the step has room for."""
     num_state_slots: int | None = None
     """Size of the state pool, the null slot 0 included; None: the model keeps no fixed-size state."""
     chunked_prefill: bool = True
@@ -63,6 +65,12 @@ class SchedulerConfig:
     (`hit_tokens`). Off: the transfer fills the whole table, and the cache only keeps what has arrived."""
     remote_growth_tokens: int = 512
     """COMPLETION: room kept free for one running sequence while others wait for remote KV."""
+    admission_estimate: bool = False
+    """Admit only what fits the pool with the output that everybody is expected to generate."""
+    new_token_ratio_floor: float = 0.1
+    """Lowest share of its remaining `max_tokens` that a sequence is expected to use."""
+    new_token_ratio_decay_steps: int = 600
+    """Decode steps in which that share falls from 1 to the floor."""
     runtime_max_model_len: int | None = None
     """Rows of the worker's position tables; None: max_model_len + 2 * max_num_draft_tokens."""
 
@@ -148,6 +156,7 @@ class SchedulerConfig:
         )
 
     def _check_contradictions(self) -> None:
+        self._check_admission()
         budget, limit = self.max_num_batched_tokens, self.max_model_len
         _require(
             self.engine_type is not EngineType.COMPLETION or self.stop_preempted_request,
@@ -178,6 +187,27 @@ class SchedulerConfig:
             self.position_limit >= limit + 2 * self.max_num_draft_tokens,
             f"runtime_max_model_len={self.runtime_max_model_len} is below max_model_len={limit}"
             f" + 2 * max_num_draft_tokens={self.max_num_draft_tokens}: raise runtime_max_model_len",
+        )
+
+    def _check_admission(self) -> None:
+        ratio, steps = self.new_token_ratio_floor, self.new_token_ratio_decay_steps
+        _require(0.0 < ratio <= 1.0, f"new_token_ratio_floor must be above 0 and at most 1, got {ratio}")
+        _require(steps >= 1, f"new_token_ratio_decay_steps must be at least 1, got {steps}")
+        _require(
+            not (self.admission_estimate and self.engine_type is EngineType.PROMPT),
+            "admission_estimate=True with engine_type=prompt: a prompt engine has no output to estimate",
+        )
+        chunk = self.max_chunk_tokens
+        if chunk is None:
+            return
+        _require(
+            self.chunked_prefill,
+            f"max_chunk_tokens={chunk} without chunked prefill: set chunked_prefill=True",
+        )
+        _require(
+            chunk // self.cut_alignment * self.cut_alignment >= self.min_chunk,
+            f"max_chunk_tokens={chunk} holds no chunk of lookahead_tokens={self.lookahead_tokens}"
+            f" aligned to {self.cut_alignment} (cp_size={self.cp_size}): raise max_chunk_tokens",
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from shared_scheduler.admission import AdmissionEstimate
 from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.config import SchedulerConfig
 from shared_scheduler.drafts import DraftChooser
@@ -52,6 +53,7 @@ class DecodePlanner:
         holdings: Holdings,
         prompts: PromptPlanner,
         drafts: DraftChooser,
+        admission: AdmissionEstimate,
         order: DescendingOrder = stable_descending,
     ) -> None:
         self._config = config
@@ -59,6 +61,7 @@ class DecodePlanner:
         self._holdings = holdings
         self._prompts = prompts
         self._drafts = drafts
+        self._admission = admission
         self._order = order
         self._like_reference = not config.preempt_only_on_need
 
@@ -67,6 +70,8 @@ class DecodePlanner:
         plan = DecodePlan()
         if not self._like_reference:
             self._fill(plan, is_overlapped)
+            if self._admission.is_on and plan.rows.size:
+                self._admission.ratio.decode_step()
             return plan
         # The reference keeps what has finished in `running` until here, and its engine takes it apart only
         # after the step has been decided.
@@ -133,6 +138,8 @@ class DecodePlanner:
 
     def _admit_prompted(self) -> None:
         queues = self._queues
+        if not queues.prompted or self._must_wait_for_ends():
+            return
         while queues.prompted and self._has_place() and self._can_make_writable(queues.prompted[0]):
             sequence = queues.prompted.popleft()
             if sequence.is_unadmitted_fork:
@@ -141,6 +148,10 @@ class DecodePlanner:
             sequence.schedule.status = SequenceStatus.RUNNING
             self._holdings.info_slots.take(sequence)
             queues.join_running([sequence])
+
+    def _must_wait_for_ends(self) -> bool:
+        """Is the pool expected to overflow even with those who hold blocks already?"""
+        return self._admission.is_on and bool(self._queues.num_running) and not self._admission.fits_all()
 
     def _can_prompts_progress(self) -> bool:
         """Is a prompt step in flight, or could the next one take somebody?"""
@@ -222,6 +233,8 @@ class DecodePlanner:
                 scheduled.append(sequence)
             else:
                 sit_out.append(sequence.row)
+        if self._admission.is_on and len(scheduled) + len(sit_out) < len(sequences):
+            self._admission.retracted(sequences)
         return scheduled, sit_out
 
     def _blocks_wanted(self, sequence: Sequence) -> int:

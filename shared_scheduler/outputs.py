@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared_scheduler.batch import Batch
+from shared_scheduler.budgets import AdmissionResult
 from shared_scheduler.cohort import Cohort
 from shared_scheduler.copies import NO_COPIES, Copies
 from shared_scheduler.rows import Int32Array, RowIndices
@@ -34,6 +35,8 @@ class SchedulerOutputs:
     """Prompts that this step completes and that go on to decode here."""
     num_cached_tokens: int = 0
     """Prompt tokens found cached by the sequences whose first chunk this step runs."""
+    admission: AdmissionResult = AdmissionResult.CONTINUE
+    """Prompt step: for want of what the next waiting prompt was not taken."""
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

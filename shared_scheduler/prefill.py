@@ -3,7 +3,9 @@
 import sys
 from dataclasses import dataclass, field
 
+from shared_scheduler.admission import AdmissionEstimate
 from shared_scheduler.block_manager import AllocStatus
+from shared_scheduler.budgets import AdmissionResult, StepBudgets
 from shared_scheduler.chunking import CutRules, chunk_length
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.holdings import Holdings
@@ -24,35 +26,22 @@ class PromptPlan:
     ignored: list[Sequence] = field(default_factory=list)
     num_last_chunks: int = 0
     num_cached_tokens: int = 0
+    result: AdmissionResult = AdmissionResult.CONTINUE
+    """Why the next waiting prompt was not taken; CONTINUE: for no want of room."""
 
     @property
     def is_empty(self) -> bool:
         return not self.sequences and not self.ignored
 
 
-@dataclass(slots=True)
-class _Room:
-    """What is left of one prompt step."""
-
-    num_sequences: int
-    num_tokens: int
-    sum_seqlen_k: int
-    alignment: int
-    is_untouched: bool = True
-
-    def take(self, length: int, seqlen_k: int) -> None:
-        """A chunk counts as its aligned length, against the sum of k as the whole sequence."""
-        self.num_sequences -= 1
-        self.num_tokens -= -(-length // self.alignment) * self.alignment
-        self.sum_seqlen_k -= seqlen_k
-        self.is_untouched = False
-
-
 class PromptPlanner:
     """Fills a prompt step from the head of `waiting`; a limit that the head does not pass ends the step."""
 
-    def __init__(self, config: SchedulerConfig, queues: Queues, holdings: Holdings) -> None:
+    def __init__(
+        self, config: SchedulerConfig, queues: Queues, holdings: Holdings, admission: AdmissionEstimate
+    ) -> None:
         self._config = config
+        self._admission = admission
         self._queues = queues
         self._holdings = holdings
         self._num_usable = holdings.blocks.num_usable
@@ -66,7 +55,7 @@ class PromptPlanner:
         )
 
     def plan(self) -> PromptPlan:
-        plan, room = PromptPlan(), self._empty_step()
+        plan, budgets = PromptPlan(), self._empty_step()
         waiting = self._queues.waiting
         while waiting:
             head = waiting[0]
@@ -78,14 +67,14 @@ class PromptPlanner:
             status = self._can_hold(head)
             if status is AllocStatus.LATER and self._make_way(head):
                 continue
-            length = self._length_now(head, status, room)
+            length = self._length_now(head, status, budgets, plan)
             if length is None:
                 head.finish(SequenceStatus.FINISHED_IGNORED)
                 self._drop_head(plan)
                 continue
             if length == 0:
                 break
-            room.take(length, head.num_tokens)
+            budgets.take(length, head.num_tokens)
             is_last = self._take_head(plan, length)
             if not is_last and self._config.engine_type is EngineType.NORMAL:
                 break
@@ -104,29 +93,37 @@ class PromptPlanner:
 
     # ----- limits
 
-    def _empty_step(self) -> "_Room":
+    def _empty_step(self) -> StepBudgets:
         config = self._config
         taken = self._queues.num_running + self._queues.num_joining
         sum_k = config.prefill_max_sum_seqlen_k
-        return _Room(
+        return StepBudgets(
             num_sequences=config.max_num_seqs - taken,
             num_tokens=config.max_num_batched_tokens,
+            max_chunk=config.max_chunk_tokens or UNBOUNDED,
             sum_seqlen_k=UNBOUNDED if sum_k is None else sum_k,
             alignment=config.cut_alignment,
         )
 
-    def _length_now(self, head: Sequence, status: AllocStatus, room: "_Room") -> int | None:
+    def _length_now(
+        self, head: Sequence, status: AllocStatus, budgets: StepBudgets, plan: PromptPlan
+    ) -> int | None:
         """Tokens of the head's next chunk; 0: it must wait; None: it can never run.
 
         NEVER comes before the cap on sequences, as the recordings show: a hopeless head holds nobody up.
         """
         if status is AllocStatus.NEVER:
             return None
-        if status is AllocStatus.LATER or room.num_sequences < 1 or room.sum_seqlen_k < head.num_tokens:
+        plan.result = budgets.check(status, head.num_tokens)
+        if plan.result is not AdmissionResult.CONTINUE:
             return 0
-        length = self._chunk_length(head, room.num_tokens)
-        if length == 0 and room.is_untouched:
-            return None  # not even an empty step has room for a piece that must stay whole
+        length = self._chunk_length(head, budgets.chunk_room)
+        if length == 0 and budgets.chunk_room < budgets.num_tokens:
+            length = self._chunk_length(head, budgets.num_tokens)  # an image stays whole whatever the chunk
+        if length == 0:
+            plan.result = AdmissionResult.OTHER
+            if budgets.is_untouched:
+                return None  # not even an empty step has room for a piece that must stay whole
         return length
 
     def _hit(self, sequence: Sequence) -> Hit:
@@ -140,7 +137,11 @@ class PromptPlanner:
         if sequence.num_tokens > self._longest or needed > self._num_usable:
             return AllocStatus.NEVER
         if not sequence.holds_blocks:
-            return self._holdings.can_hold_behind(self._hit(sequence), needed)
+            hit = self._hit(sequence)
+            status = self._holdings.can_hold_behind(hit, needed)
+            if status is AllocStatus.OK and self._admission.is_on and not self._admission.fits(sequence, hit):
+                return AllocStatus.LATER
+            return status
         missing = self._holdings.num_missing(sequence)
         slots = self._holdings.num_missing_slots(sequence)
         return self._holdings.can_hold(missing, slots)

@@ -12,6 +12,7 @@ An abort before step 3 only marks: a read may still be writing into the blocks.
 
 import numpy as np
 
+from shared_scheduler.admission import AdmissionEstimate
 from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.errors import RequestError, SchedulerError
@@ -28,12 +29,18 @@ class RemoteArrivals:
     """The queue of sequences that wait for remote KV."""
 
     def __init__(
-        self, config: SchedulerConfig, queues: Queues, holdings: Holdings, results: ResultProcessor
+        self,
+        config: SchedulerConfig,
+        queues: Queues,
+        holdings: Holdings,
+        results: ResultProcessor,
+        admission: AdmissionEstimate,
     ) -> None:
         self._config = config
         self._queues = queues
         self._holdings = holdings
         self._results = results
+        self._admission = admission
 
     def reserve(self, sequence: Sequence, now_s: float) -> AllocStatus:
         if self._config.engine_type is not EngineType.COMPLETION:
@@ -80,6 +87,8 @@ class RemoteArrivals:
         status = self._holdings.can_hold_behind(hit, num_blocks)
         if status is not AllocStatus.OK or blocks.num_free == blocks.num_usable:
             return status
+        if self._admission.is_on and not self._admission.fits(sequence, hit):
+            return AllocStatus.LATER
         room = blocks.num_free - (num_blocks - hit.num_blocks + blocks.num_unused(hit.block_ids))
         return AllocStatus.OK if room >= self._largest_growth(sequence) else AllocStatus.LATER
 

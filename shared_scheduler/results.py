@@ -4,6 +4,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from shared_scheduler.admission import AdmissionEstimate
 from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.drafts import accepted_prefixes
 from shared_scheduler.holdings import Holdings
@@ -17,8 +18,11 @@ from shared_scheduler.status import SequenceStatus
 class ResultProcessor:
     """Applies the results of one step at a time, in the order the steps were launched."""
 
-    def __init__(self, config: SchedulerConfig, queues: Queues, holdings: Holdings) -> None:
+    def __init__(
+        self, config: SchedulerConfig, queues: Queues, holdings: Holdings, admission: AdmissionEstimate
+    ) -> None:
         self._config = config
+        self._admission = admission
         self._queues = queues
         self._holdings = holdings
         self._eos = frozenset(config.eos_token_ids)
@@ -199,6 +203,8 @@ class ResultProcessor:
         """Ended sequences leave `running` and give everything back, unless a launched step contains them."""
         for sequence in finished:
             self._queues.report(sequence)
+        if self._admission.is_on:
+            self._admission.ended(finished)
         if self._like_reference and self._config.engine_type is not EngineType.PROMPT:
             return
         ended = list(dict.fromkeys([*finished, *gone]))

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from shared_scheduler.admission import AdmissionEstimate
 from shared_scheduler.batch import Batch, BatchBuilder
 from shared_scheduler.block_manager import AllocStatus
 from shared_scheduler.cohort import Cohort, CohortCache
@@ -59,13 +60,16 @@ class Scheduler:
         self._clock = StepClock(config)
         self._holdings = Holdings(config)
         self._queues = Queues(self._holdings)
-        self._prompts = PromptPlanner(config, self._queues, self._holdings)
+        self._admission = AdmissionEstimate(config, self._holdings)
+        self._prompts = PromptPlanner(config, self._queues, self._holdings, self._admission)
         self._step_time = StepTimeModel(graph_sizes)
         drafts = DraftChooser(config, self._step_time)
-        self._decodes = DecodePlanner(config, self._queues, self._holdings, self._prompts, drafts, order)
-        self._results = ResultProcessor(config, self._queues, self._holdings)
+        self._decodes = DecodePlanner(
+            config, self._queues, self._holdings, self._prompts, drafts, self._admission, order
+        )
+        self._results = ResultProcessor(config, self._queues, self._holdings, self._admission)
         self._forks = Forks(config, self._queues, self._holdings)
-        self._remote = RemoteArrivals(config, self._queues, self._holdings, self._results)
+        self._remote = RemoteArrivals(config, self._queues, self._holdings, self._results, self._admission)
         self._batches = BatchBuilder(self._holdings, config.block_size, config.position_limit)
         self._in_flight: deque[SchedulerOutputs] = deque()
         self._cohorts = CohortCache(self._holdings.rows)
@@ -335,6 +339,7 @@ class Scheduler:
             self._holdings.take_copies(),
             plan.num_last_chunks,
             plan.num_cached_tokens,
+            plan.result,
         )
 
     def _decode_outputs(self, plan: DecodePlan, swept: list[Sequence]) -> SchedulerOutputs:
