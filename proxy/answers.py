@@ -11,9 +11,10 @@ from proxy.message_delta import FinishReason, MessageDelta, ToolCallDelta
 from proxy.message_parser import MessageParser
 from proxy.metrics import ProxyMetrics
 from proxy.openai_responses import DONE, Answer, ResponseBuilder, ToolCall, Usage, error_frame
-from proxy.text_stream import TextStream
+from proxy.text_stream import EndOfText, TextStream
 from proxy.token_batch import TokenBatch
 from proxy.token_text import TokenText
+from wire.services import OutputToken
 
 
 class ChoiceClock:
@@ -49,7 +50,7 @@ class Choice:
         self._echo = echo
         self._num_cached_tokens: int | None = None
         self.num_reasoning_tokens = 0
-        """Tokens that arrived while the model was thinking."""
+        """Tokens after which the model was still thinking."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,9 +65,18 @@ class Choice:
         self._clock.tick()
         if self._num_cached_tokens is None:
             self._num_cached_tokens = batch.num_cached_tokens
-        delta = self._parser.push(self._text.push(batch.tokens, batch.finish_reason))
-        if self._parser.is_thinking or delta.reasoning:
-            self.num_reasoning_tokens += len(batch.tokens)
+        if not self._parser.may_think or len(batch.tokens) <= 1:
+            return self._push(batch.tokens, batch.finish_reason)
+        # One by one, so that the tokens of the reasoning can be told from the others.
+        *firsts, last = batch.tokens
+        return all(self._push((token,), None) for token in firsts) and self._push(
+            (last,), batch.finish_reason
+        )
+
+    def _push(self, tokens: tuple[OutputToken, ...], finish_reason: EndOfText | None) -> bool:
+        delta = self._parser.push(self._text.push(tokens, finish_reason))
+        if self._parser.is_thinking:
+            self.num_reasoning_tokens += len(tokens)
         if self._echo:
             delta, self._echo = replace(delta, content=self._echo + delta.content), ""
         self._out.write(delta)

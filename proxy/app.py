@@ -23,6 +23,7 @@ from proxy.metrics import ProxyMetrics
 from proxy.openai_responses import model_list, model_object
 from proxy.pairing import RoundRobin, route_at
 from proxy.preparation import Preparation
+from proxy.responses_api.answer import RESPONSES
 from proxy.routes import Routes
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
@@ -96,7 +97,7 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
 
 
 def _add_generation(app: FastAPI, services: ProxyServices) -> None:
-    for api in APIS:
+    for api in (*APIS, RESPONSES):
         endpoint = GenerationEndpoint(api, services)
         app.router.routes.append(Route(api.path, endpoint=endpoint, methods=["POST"]))
 

@@ -46,6 +46,11 @@ class MessageParser:
     def is_thinking(self) -> bool:
         return self._splitter is not None and self._splitter.is_thinking
 
+    @property
+    def may_think(self) -> bool:
+        """It thinks, or may still begin to."""
+        return self._splitter is not None and not self._splitter.is_over
+
     def push(self, delta: TextDelta) -> MessageDelta:
         reasoning, content = self._split(delta)
         parsed = self._parse(content, is_last=delta.finish_reason is not None)

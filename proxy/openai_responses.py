@@ -188,10 +188,10 @@ def error_frame(error: ErrorBody) -> bytes:
 def chat_logprobs(tokens: Sequence[TokenText] | None) -> Json | None:
     if tokens is None:
         return None
-    return {"content": [_chat_token(token) for token in tokens], "refusal": None}
+    return {"content": [chat_token(token) for token in tokens], "refusal": None}
 
 
-def _chat_token(token: TokenText) -> Json:
+def chat_token(token: TokenText) -> Json:
     top = [{"token": _readable(data), "logprob": logprob, "bytes": list(data)} for data, logprob in token.top]
     own: Json = {"token": _readable(token.data), "logprob": token.logprob, "bytes": list(token.data)}
     return {**own, "top_logprobs": top}

@@ -75,7 +75,11 @@ class Preparation:
         text, tools = self._text, request.tool_use()
         messages = [message.for_template() for message in request.messages]
         prompt = await text.chat_prompt(
-            messages, max_tokens, tools=tools, variables=request.template_variables
+            messages,
+            max_tokens,
+            tools=tools,
+            variables=request.template_variables,
+            field=request.prompt_field,
         )
         # An answer whose form is given has no room for thoughts.
         thinks = text.thinks and _structured(request) is None

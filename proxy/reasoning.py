@@ -26,6 +26,11 @@ class ReasoningSplitter:
         self._held = ""
         self._drops_space = True
 
+    @property
+    def is_over(self) -> bool:
+        """Nothing but content can follow."""
+        return not (self.is_thinking or self._may_begin)
+
     def push(self, text: str) -> SplitText:
         held, self._held = self._held + text, ""
         if self._may_begin:

@@ -88,8 +88,9 @@ class TextModel:
         *,
         tools: ToolUse | None = None,
         variables: Mapping[str, Any] | None = None,
+        field: str = "messages",
     ) -> ChatPrompt:
-        """`variables`: more of what the template may read."""
+        """`variables`: more of what the template may read; `field`: where the messages came from."""
         if self.template is None:
             raise BadRequest(
                 f"the model {self.name} has no chat template; use /v1/completions", param="messages"
@@ -99,7 +100,7 @@ class TextModel:
         def work() -> ChatPrompt:
             text = self._render(template, messages, tools, variables)
             is_thinking = self.thinks and text.rstrip().endswith(reasoning.OPEN)
-            return ChatPrompt(self._encode(text, "messages", max_tokens), is_thinking)
+            return ChatPrompt(self._encode(text, field, max_tokens), is_thinking)
 
         num_chars = sum(len(message["content"]) for message in messages)
         return await self._run(work, num_chars if tools is None else INLINE_CHARS + 1)

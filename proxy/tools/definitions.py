@@ -1,6 +1,6 @@
 """Tools and the choice among them, as bodies carry them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -43,8 +43,11 @@ def _different_names(tools: list[FunctionTool]) -> list[FunctionTool]:
     return tools
 
 
+ToolT = TypeVar("ToolT")
+OnlyFunctions = Annotated[ToolT, WrapValidator(_only_functions)]
+
 ToolList = Annotated[
-    list[Annotated[FunctionTool, WrapValidator(_only_functions)]],
+    list[OnlyFunctions[FunctionTool]],
     Field(max_length=MAX_TOOLS),
     AfterValidator(_different_names),
 ]
@@ -71,7 +74,8 @@ def _known_choice(value: object, validate: ValidatorFunctionWrapHandler) -> obje
         ) from None
 
 
-ToolChoice = Annotated[ToolChoiceMode | NamedChoice, WrapValidator(_known_choice)]
+known_choice = WrapValidator(_known_choice)
+ToolChoice = Annotated[ToolChoiceMode | NamedChoice, known_choice]
 
 
 class CalledFunction(Strict):
