@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +22,13 @@ from proxy.openai_types import ChatRequest, TextRequest
 from proxy.pairing import Pair, Route
 from proxy.preparation import Preparation, PreparedPrompt
 from proxy.request_flow import PromptWork
+from proxy.request_ids import client_request_id
 from proxy.routes import Routes
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from proxy.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
-
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +100,8 @@ class GenerationEndpoint:
             max_backlog_bytes=settings.client_backlog_bytes,
         )
         request_id = secrets.token_hex(16)
-        given_id = client.header("x-request-id") or ""
-        client.headers["x-request-id"] = given_id if _REQUEST_ID.fullmatch(given_id) else request_id
+        given_id = client_request_id(scope["headers"])
+        client.headers["x-request-id"] = request_id if given_id is None else given_id.decode()
         await _Exchange(self._api, self._services, client, request_id).run()
 
 

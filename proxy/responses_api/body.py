@@ -7,7 +7,7 @@ Every request stands for itself: what would need a stored response (`previous_re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from proxy.body_parsing import Strict, parse_body
 from proxy.chat_messages import Message
@@ -33,6 +33,7 @@ from proxy.tools.definitions import (
     ToolCall,
     ToolChoiceMode,
     known_choice,
+    refuse_equal_names,
 )
 from wire.sampling import MAX_TOP_LOGPROBS
 
@@ -97,6 +98,16 @@ class ResponsesTool(Strict):
     strict: bool | None = None
 
 
+def _different_names(tools: list[ResponsesTool]) -> list[ResponsesTool]:
+    refuse_equal_names([tool.name for tool in tools])
+    return tools
+
+
+ResponsesToolList = Annotated[
+    list[OnlyFunctions[ResponsesTool]], Field(max_length=MAX_TOOLS), AfterValidator(_different_names)
+]
+
+
 class ResponsesNamedChoice(Strict):
     type: Literal["function"]
     name: str
@@ -126,7 +137,7 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
-    tools: Annotated[list[OnlyFunctions[ResponsesTool]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: ResponsesToolList | None = None
     tool_choice: Annotated[ToolChoiceMode | ResponsesNamedChoice, known_choice] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -1,5 +1,6 @@
 """Tools and the choice among them, as bodies carry them."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
@@ -35,11 +36,14 @@ class FunctionTool(Strict):
     function: FunctionDefinition
 
 
-def _different_names(tools: list[FunctionTool]) -> list[FunctionTool]:
-    names = [tool.function.name for tool in tools]
+def refuse_equal_names(names: Sequence[str]) -> None:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise PydanticCustomError("invalid", "{name} is defined twice", {"name": repr(min(twice))})
+
+
+def _different_names(tools: list[FunctionTool]) -> list[FunctionTool]:
+    refuse_equal_names([tool.function.name for tool in tools])
     return tools
 
 

@@ -167,6 +167,7 @@ async def test_a_broken_stream_fails_and_raises() -> None:
         ({"max_output_tokens": 10**6}, "max_output_tokens", "context_length_exceeded"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "unsupported_parameter"),
         ({"tools": [TIME], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "invalid_value"),
+        ({"tools": [TIME, TIME]}, "tools", "invalid_value"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
     ],
 )

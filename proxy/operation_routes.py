@@ -1,0 +1,44 @@
+"""Routes for operators: health, metrics, the version."""
+
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from proxy.endpoint import ProxyServices
+from proxy.pairing import route_at
+from wire.json_body import to_json
+from wire.services import EngineRole
+
+ROLES: tuple[EngineRole, ...] = ("prompt", "completion", "normal")
+
+
+def add_operations(app: FastAPI, services: ProxyServices, version: str) -> None:
+    @app.get("/health/live")
+    async def live() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/health")
+    @app.get("/health/ready")
+    async def ready() -> Response:
+        fleet = services.directory.snapshot()
+        is_ready = not services.draining.has_begun and route_at(fleet, 0) is not None
+        status = "draining" if services.draining.has_begun else "ready" if is_ready else "not ready"
+        engines = [
+            {"role": engine.role, "url": engine.url, "ready": engine.is_routable, "problem": engine.problem}
+            for engine in fleet.engines
+        ]
+        return json_response(to_json({"status": status, "engines": engines}), 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        fleet = services.directory.snapshot()
+        for role in ROLES:
+            services.metrics.ready_engines.labels(role).set(len(fleet.routable(role)))
+        return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def tell_version() -> dict[str, str]:
+        return {"version": version}
+
+
+def json_response(content: bytes, status: int = 200) -> Response:
+    return Response(content, status_code=status, media_type="application/json")
