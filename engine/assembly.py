@@ -127,6 +127,7 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
         admission_estimate=config.has_admission_estimate,
         eos_token_ids=model.eos_token_ids,
         max_num_draft_tokens=config.max_num_draft_tokens,
+        partial_pulls=config.role == "completion",
     )
 
 

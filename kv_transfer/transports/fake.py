@@ -29,6 +29,7 @@ class FakeTransport:
         """The next read fails with this."""
         self.num_open = 0
         self.num_reads = 0
+        self.num_blocks_in_last_read = 0
         self._num_permitted = 0
         self._views: list[npt.NDArray[np.uint8]] = []
         self._blob: bytes | None = None
@@ -76,6 +77,7 @@ class FakeConnection:
 
     def read(self, reads: Sequence[BlockRead]) -> int:
         self._transport.num_reads += 1
+        self._transport.num_blocks_in_last_read = sum(item.local_ids.size for item in reads)
         read_id, self._next_id = self._next_id, self._next_id + 1
         self._pending[read_id] = reads
         return read_id

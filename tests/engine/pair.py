@@ -79,6 +79,7 @@ class TestEngine:
         drafter: Drafter | None = None,
         num_draft_tokens: int = 0,
         stop_preempted_request: bool = True,
+        prefix_cache: bool = False,
     ) -> None:
         """`num_draft_tokens` without a `drafter`: prompt lookup."""
         self.scheduler = Scheduler(
@@ -94,6 +95,8 @@ class TestEngine:
                 remote_growth_tokens=8,
                 stop_preempted_request=stop_preempted_request,
                 max_num_draft_tokens=num_draft_tokens,
+                prefix_cache=prefix_cache,
+                partial_pulls=kind is EngineType.COMPLETION,
             )
         )
         self.choices = Choices(self.scheduler)
@@ -156,6 +159,8 @@ class EnginePair:
         make_runner: Callable[[int], Runner] | None = None,
         chunk_handover: bool = True,
         limits: ArrivalLimits = LIMITS,
+        prompt_cache: bool = False,
+        completion_cache: bool = False,
     ) -> None:
         """`make_runner`: from the number of blocks; None loads the checkpoint."""
         make_runner = make_runner or partial(tiny_runner, checkpoint)
@@ -185,12 +190,14 @@ class EnginePair:
                 scheduler, self._source, choices, announces_chunks=chunk_handover
             ),
             overlap=overlap,
+            prefix_cache=prompt_cache,
         )
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
             lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, limits),
             overlap=overlap,
+            prefix_cache=completion_cache,
         )
         self.address = PromptEngineAddress(
             engine_id="p-engine", epoch=1, control_address=self._source.control_address
