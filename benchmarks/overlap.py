@@ -1,9 +1,9 @@
 """What moving a prompt while it is computed saves on a slow link.
 
 `python -m benchmarks.overlap [--json FILE]`. Two whole stacks, one with `--no-chunk-handover`, take the same
-prompts in turn in a network namespace of their own whose loopback is limited with tc; it needs `unshare`, `ip`,
-`tc` and the right to make a namespace. The time from the prompt engine's last chunk to the completion engine's
-first own token is what a client sees between the first token and the second.
+prompts in turn in a network namespace of their own whose loopback is limited with tc; it needs `unshare`,
+`ip`, `tc` and the right to make a namespace. The time from the prompt engine's last chunk to the completion
+engine's first own token is what a client sees between the first token and the second.
 """
 
 import argparse

@@ -41,17 +41,14 @@ def test_turn_n_of_a_chat_moves_only_new_blocks(checkpoint: Path, prompt_cache: 
     ) as pair:
         for turn in range(4):
             role = pair.completion.role
-            before = (
-                counter(role, "blocks_read"),
-                counter(role, "bytes_read"),
-                counter(role, "blocks_skipped"),
-            )
+            names = ("blocks_read", "bytes_read", "blocks_skipped")
+            num_read, num_bytes, num_skipped = (counter(role, name) for name in names)
             answer = ask(pair, str(turn), history, greedy(NUM_OUTPUT))
             assert {"cold": answer} == run_normal(checkpoint, {"cold": history}, greedy(NUM_OUTPUT))
             num_blocks, num_cached = -(-len(history) // BLOCK_SIZE), num_known // BLOCK_SIZE
             num_new = num_blocks - num_cached
-            assert counter(role, "blocks_read") - read == num_new
-            assert counter(role, "blocks_skipped") - skipped == num_cached
+            assert counter(role, "blocks_read") - num_read == num_new
+            assert counter(role, "blocks_skipped") - num_skipped == num_cached
             block_bytes = block_bytes or counter(role, "bytes_read") // num_new
             assert counter(role, "bytes_read") - num_bytes == num_new * block_bytes
             num_known = len(history) + NUM_OUTPUT - 1
