@@ -30,7 +30,7 @@ STOP_GRACE_S = 35.0
 
 
 class StackSettings(ProcessSettings):
-    """tandem serve: one prompt engine, one completion engine and the proxy on this machine."""
+    """tandem serve: prompt engines, completion engines and the proxy on this machine."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_SERVE_")
 
@@ -39,6 +39,8 @@ class StackSettings(ProcessSettings):
     engine: Literal["pair", "normal"] = Field(
         "pair", description="pair: a prompt and a completion engine; normal: one engine that does both"
     )
+    prompt_engines: int = Field(1, ge=1, description="prompt engines, each in a service of its own")
+    completion_engines: int = Field(1, ge=1, description="completion engines, each in a service of its own")
     dp: int = Field(
         1, ge=1, description="engines that step alike, each in a service of its own (--engine normal)"
     )
@@ -83,6 +85,9 @@ class StackSettings(ProcessSettings):
                 raise ValueError(f"--{name.replace('_', '-')} needs --engine normal; a pair does not choose")
         if self.engine == "pair" and self.dp > 1:
             raise ValueError(f"--dp {self.dp} needs --engine normal; the engines of a pair do not step alike")
+        for name in ("prompt_engines", "completion_engines"):
+            if self.engine == "normal" and getattr(self, name) > 1:
+                raise ValueError(f"--{name.replace('_', '-')} needs --engine pair; see --dp")
         return self
 
 
@@ -202,9 +207,13 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
         shared += _flag(name, getattr(settings, name))
     engines: list[ChildSpec] = []
     if settings.engine == "pair":
-        prompt_arguments = [*shared, *_flag("chunk_handover", settings.chunk_handover)]
-        engines.append(_service("prompt", "prompt_service", prompt_arguments))
-        engines.append(_service("completion", "completion_service", [*shared, *_speculation(settings)]))
+        arguments = {
+            "prompt": [*shared, *_flag("chunk_handover", settings.chunk_handover)],
+            "completion": [*shared, *_speculation(settings)],
+        }
+        counts = {"prompt": settings.prompt_engines, "completion": settings.completion_engines}
+        for role, count in counts.items():
+            engines += [_service(name, f"{role}_service", arguments[role]) for name in _names(role, count)]
     else:
         engines += _normal_services(settings, shared)
     proxy_arguments = ["--host", settings.host, "--port", str(settings.port), "--model", settings.model]
@@ -214,6 +223,10 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     proxy_url = f"http://{host}:{settings.port}"
     return [*engines, ChildSpec("proxy", "proxy", tuple(proxy_arguments), proxy_url, "/health")]
+
+
+def _names(role: str, count: int) -> list[str]:
+    return [role] if count == 1 else [f"{role}-{number}" for number in range(count)]
 
 
 def _normal_services(settings: StackSettings, shared: list[str]) -> list[ChildSpec]:

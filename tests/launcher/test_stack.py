@@ -16,3 +16,20 @@ def test_switches_are_passed_on_to_every_engine(settings: dict[str, bool], expec
     specs = stack_specs(StackSettings.model_validate({"engine": "pair", **settings}))
     for spec in specs:
         assert (expected <= set(spec.arguments)) == (spec.name != "proxy")
+
+
+def test_every_engine_of_a_role_is_a_service_of_its_own_that_the_proxy_knows() -> None:
+    settings = {"engine": "pair", "prompt_engines": 2, "completion_engines": 3}
+    *engines, proxy = stack_specs(StackSettings.model_validate(settings))
+    assert [engine.name for engine in engines] == [
+        "prompt-0", "prompt-1", "completion-0", "completion-1", "completion-2",
+    ]  # fmt: skip
+    urls = dict(zip(proxy.arguments[1::2], proxy.arguments[::2], strict=True))
+    assert {engine.url: urls[engine.url] for engine in engines} == {
+        engine.url: f"--{engine.name.partition('-')[0]}-url" for engine in engines
+    }
+
+
+def test_more_engines_of_a_role_need_pairs() -> None:
+    with pytest.raises(ValueError, match="--prompt-engines needs --engine pair"):
+        StackSettings.model_validate({"engine": "normal", "prompt_engines": 2})

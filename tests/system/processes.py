@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -86,7 +87,9 @@ class ServiceProcess:
 class RunningStack:
     """Started processes by name; a context manager that leaves none behind."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, *, extra: Mapping[str, Sequence[str]] | None = None, **settings: object) -> None:
+        """`extra`: further arguments of processes by role (`prompt`, `completion`, `normal`, `proxy`)."""
+        self._extra = dict(extra or {})
         self._directory = tempfile.TemporaryDirectory(prefix="tandem-test-")
         arguments = {"port": free_port(), "num_threads": 1, **settings}
         self.settings = StackSettings.model_validate(arguments)
@@ -95,8 +98,8 @@ class RunningStack:
     def __enter__(self) -> "RunningStack":
         try:
             for spec in stack_specs(self.settings):
-                path = Path(self._directory.name) / f"{spec.name}.log"
-                self.services[spec.name] = ServiceProcess(spec, path)
+                arguments = (*spec.arguments, *self._extra.get(spec.name.partition("-")[0], ()))
+                self._start(replace(spec, arguments=arguments))
             for service in self.services.values():
                 eventually(service.is_ready, f"{service.spec.name} is ready", START_TIMEOUT_S)
         except BaseException:
@@ -113,6 +116,16 @@ class RunningStack:
         for service in reversed(self.services.values()):
             service.stop()
         self._directory.cleanup()
+
+    def restart(self, name: str) -> None:
+        """Start a process again at its old address; it must have ended."""
+        service = self.services[name]
+        service.stop()
+        self._start(service.spec)
+
+    def _start(self, spec: ChildSpec) -> None:
+        path = Path(self._directory.name) / f"{spec.name}.log"
+        self.services[spec.name] = ServiceProcess(spec, path)
 
     @property
     def prompt(self) -> ServiceProcess:

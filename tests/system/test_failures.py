@@ -1,4 +1,4 @@
-"""Clients that leave, engines that are killed: errors come at once, nothing stays pinned, service goes on."""
+"""Clients that leave, engines that are killed: nothing stays pinned, and what can go on goes on."""
 
 import os
 import random
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
 from tests.system.processes import RunningStack, ServiceProcess, eventually
@@ -22,7 +21,7 @@ NUM_CANCELLED = 200
 
 @pytest.fixture(scope="module", params=["nixl", "zmq"])
 def stack(request: pytest.FixtureRequest) -> Iterator[RunningStack]:
-    with RunningStack(transport=request.param, max_num_batched_tokens=64) as stack:
+    with RunningStack(dtype="fp32", transport=request.param, max_num_batched_tokens=64) as stack:
         yield stack
 
 
@@ -59,22 +58,22 @@ def test_two_hundred_clients_that_leave_pin_nothing(stack: RunningStack) -> None
     ask(stack)
 
 
-def stream_until_error(stack: RunningStack, has_begun: threading.Event) -> tuple[str, float]:
-    """Stream a long completion until it fails; returns the error's message and when it came."""
+def stream(stack: RunningStack, has_begun: threading.Event, max_tokens: int) -> str:
+    """The text of a streamed completion."""
     with stack.client() as client:
-        try:
-            stream = client.completions.create(
-                model=MODEL,
-                prompt="Once upon a time",
-                max_tokens=2000,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            for _ in stream:
-                has_begun.set()
-        except openai.APIError as error:
-            return error.message, time.monotonic()
-    return "no error", time.monotonic()
+        chunks = client.completions.create(
+            model=MODEL,
+            prompt="Once upon a time",
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        texts = []
+        for chunk in chunks:
+            texts.append(chunk.choices[0].text)
+            has_begun.set()
+    return "".join(texts)
 
 
 def kill_engine(service: ServiceProcess) -> float:
@@ -83,20 +82,16 @@ def kill_engine(service: ServiceProcess) -> float:
     return killed_s
 
 
-def test_killed_completion_engine_fails_its_stream_at_once_and_comes_back(stack: RunningStack) -> None:
+def test_the_stream_of_a_killed_completion_engine_goes_on_when_it_is_back(stack: RunningStack) -> None:
     has_begun = threading.Event()
+    expected = stream(stack, threading.Event(), 100)
     with ThreadPoolExecutor(1) as pool:
-        streaming = pool.submit(stream_until_error, stack, has_begun)
+        streaming = pool.submit(stream, stack, has_begun, 100)
         assert has_begun.wait(30)
         old_epoch = stack.completion.info()["epoch"]
-        killed_s = kill_engine(stack.completion)
-        message, failed_s = streaming.result(timeout=30)
-    assert message != "no error"
-    assert failed_s - killed_s < 2.0
-    eventually(stack.completion.is_ready, "the completion engine is ready again")
+        kill_engine(stack.completion)
+        assert streaming.result(timeout=60) == expected
     assert stack.completion.info()["epoch"] != old_epoch
-    eventually(stack.services["proxy"].is_ready, "the proxy has a pair again")
-    ask(stack)
     stack.wait_until_nothing_is_pinned()
 
 
@@ -113,7 +108,7 @@ def test_killed_prompt_engine_fails_its_prompt_at_once_and_comes_back(stack: Run
         status, failed_s = asking.result(timeout=30)
     assert status in (502, 503)
     assert failed_s - killed_s < 2.0
-    eventually(stack.prompt.is_ready, "the prompt engine is ready again")
-    eventually(stack.services["proxy"].is_ready, "the proxy has a pair again")
+    eventually(stack.prompt.is_ready, "the prompt engine is ready again", 90)
+    eventually(stack.services["proxy"].is_ready, "the proxy has a pair again", 90)
     ask(stack)
     stack.wait_until_nothing_is_pinned()

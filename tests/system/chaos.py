@@ -1,0 +1,115 @@
+"""Many long streams at once, and something that happens to the engines below them."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tests.system.processes import RunningStack, ServiceProcess, eventually
+
+MODEL = "smollm2-135m-instruct"
+STREAM_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One stream; odd ones are sampled with a seed of their own."""
+
+    number: int
+    num_tokens: int
+
+    def fields(self) -> dict[str, object]:
+        return {
+            "model": MODEL,
+            "prompt": f"Story number {self.number}. Once upon a time",
+            "max_tokens": self.num_tokens,
+            "temperature": float(self.number % 2),
+            "seed": self.number,
+            "stream": True,
+            "extra_body": {"ignore_eos": True},
+        }
+
+
+class Streams:
+    """Asks that run at once; `num_begun` of them have text."""
+
+    def __init__(self, stack: RunningStack, asks: list[Ask]) -> None:
+        self._stack = stack
+        self._asks = asks
+        self._begun = [threading.Event() for _ in asks]
+        self._num_chunks = [0] * len(asks)
+
+    def run(self, during: Callable[[], None] = lambda: None, *, after_chunks: int = 8) -> list[str]:
+        """All texts; `during` is called when every stream has sent `after_chunks` chunks."""
+        with ThreadPoolExecutor(len(self._asks)) as pool:
+            running = [pool.submit(self._stream, place) for place in range(len(self._asks))]
+            eventually(
+                lambda: min(self._num_chunks) >= after_chunks or any(task.done() for task in running),
+                "every stream has begun",
+                STREAM_TIMEOUT_S,
+            )
+            during()
+            return [task.result(STREAM_TIMEOUT_S) for task in running]
+
+    def _stream(self, place: int) -> str:
+        texts = []
+        with self._stack.client() as client:
+            for chunk in client.completions.create(**self._asks[place].fields()):  # type: ignore[call-overload]
+                texts.append(chunk.choices[0].text)
+                self._num_chunks[place] += 1
+        return "".join(texts)
+
+
+def kill_engine(service: ServiceProcess) -> None:
+    """The engine process dies; its service starts another."""
+    os.kill(service.engine_process().pid, signal.SIGKILL)
+
+
+def stop_engine(service: ServiceProcess) -> None:
+    """The engine process falls silent; its service kills it after a while."""
+    os.kill(service.engine_process().pid, signal.SIGSTOP)
+
+
+def kill_service(service: ServiceProcess) -> None:
+    """The service dies, and its engine with it."""
+    service.process.kill()
+
+
+def stop_service(service: ServiceProcess) -> None:
+    """The service answers nothing any more, its engine neither."""
+    os.kill(service.engine_process().pid, signal.SIGSTOP)
+    service.process.send_signal(signal.SIGSTOP)
+
+
+def drain_service(service: ServiceProcess) -> None:
+    """The service ends politely, with less grace than its streams need."""
+    service.process.send_signal(signal.SIGTERM)
+
+
+FAULTS: dict[str, Callable[[ServiceProcess], None]] = {
+    "kill -9 of the engine": kill_engine,
+    "kill -9 of the service": kill_service,
+    "SIGSTOP of the engine": stop_engine,
+    "SIGSTOP of the service": stop_service,
+    "SIGTERM of the service": drain_service,
+}
+
+
+def bring_back(stack: RunningStack, name: str) -> None:
+    """Let whatever was done to a service be over."""
+    service = stack.services[name]
+    service.process.send_signal(signal.SIGCONT)
+    if service.process.poll() is not None or not _is_well(service):
+        service.process.kill()
+        stack.restart(name)
+    eventually(stack.services[name].is_ready, f"{name} is ready again", 120)
+
+
+def _is_well(service: ServiceProcess) -> bool:
+    try:
+        eventually(service.is_ready, "ready", 60)
+    except AssertionError:
+        return False
+    return True
