@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: setup serve test check bench soak format clean
+.PHONY: setup serve test check bench soak chaos format clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,10 @@ bench: setup
 soak: setup
 	TANDEM_HYPOTHESIS=soak $(BIN)/python -m pytest --timeout 0 tests/shared_scheduler/test_properties.py \
 		tests/shared_scheduler/test_reuse.py $(ARGS)
+
+# Every process of a stack fails in every way, under 32 streams each time.
+chaos: setup
+	$(BIN)/python -m pytest --timeout 0 -m chaos tests/chaos $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

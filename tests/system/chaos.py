@@ -15,7 +15,11 @@ STREAM_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One stream; odd ones are sampled with a seed of their own."""
+    """One stream; odd ones are sampled with a seed of their own.
+
+    Sums in other batches round differently, and each token that may be drawn adds a place where the last bit
+    of a probability can decide: so they are drawn from ten.
+    """
 
     number: int
     num_tokens: int
@@ -28,7 +32,7 @@ class Ask:
             "temperature": float(self.number % 2),
             "seed": self.number,
             "stream": True,
-            "extra_body": {"ignore_eos": True},
+            "extra_body": {"ignore_eos": True, "top_k": 10},
         }
 
 

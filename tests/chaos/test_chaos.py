@@ -1,0 +1,47 @@
+"""Under 32 long streams every kind of process fails in turn, in every way: `make chaos` (half an hour)."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system.chaos import FAULTS, Ask, Streams, bring_back
+from tests.system.processes import RunningStack
+
+pytestmark = pytest.mark.chaos
+
+NUM_STREAMS = 32
+NUM_TOKENS = 100
+ENGINES = ("prompt-0", "prompt-1", "completion-0", "completion-1")
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[RunningStack]:
+    grace = ("--grace-s", "2")
+    with RunningStack(
+        dtype="fp32",
+        prompt_engines=2,
+        completion_engines=2,
+        extra={"prompt": grace, "completion": grace, "proxy": ("--migration-wait-s", "60")},
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def expected(stack: RunningStack) -> list[str]:
+    return Streams(stack, asks()).run()
+
+
+def asks() -> list[Ask]:
+    return [Ask(number, NUM_TOKENS) for number in range(NUM_STREAMS)]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_stream_fails_and_every_text_is_that_of_an_undisturbed_run(
+    stack: RunningStack, expected: list[str], fault: str, name: str
+) -> None:
+    try:
+        texts = Streams(stack, asks()).run(lambda: FAULTS[fault](stack.services[name]))
+    finally:
+        bring_back(stack, name)
+    assert texts == expected
