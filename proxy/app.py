@@ -14,6 +14,7 @@ from starlette.routing import Route
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
 from proxy.engine_transport import EngineTransport
+from proxy.engine_waits import EngineWaits
 from proxy.engines import EngineDirectory
 from proxy.errors import UnknownModel
 from proxy.generation_apis import APIS
@@ -78,7 +79,8 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
     timeouts = LegTimeouts(
         settings.connect_timeout_s, settings.first_byte_timeout_s, settings.stall_timeout_s
     )
-    calls = EngineCalls(http, timeouts)
+    metrics = ProxyMetrics()
+    waits = EngineWaits()
     directory = EngineDirectory(
         http,
         {
@@ -88,7 +90,8 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
         },
         model=text.name,
         refresh_s=settings.refresh_s,
-        on_silent=calls.waits.give_up,
+        on_silent=waits.give_up,
+        on_ejected=lambda engine: metrics.ejections.labels(engine.role).inc(),
     )
     routes = Routes(directory, RoundRobin())
     return ProxyServices(
@@ -97,8 +100,8 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
         directory=directory,
         routes=routes,
         preparation=Preparation(text, (text.name, settings.model), routes),
-        calls=calls,
-        metrics=ProxyMetrics(),
+        calls=EngineCalls(http, timeouts, waits, directory.answered),
+        metrics=metrics,
         draining=Draining(),
     )
 

@@ -13,7 +13,7 @@ from proxy.asgi import Receive, Scope, Send
 from proxy.client import Client, ClientGone
 from proxy.draining import Draining
 from proxy.engines import EngineDirectory
-from proxy.errors import EngineFailure, EngineRefused, EngineUnreachable, NotServing, ProxyError
+from proxy.errors import EngineFailure, EngineRefused, NotServing, ProxyError
 from proxy.legs import EngineCalls
 from proxy.metrics import ProxyMetrics
 from proxy.migration import MigrationLimits, PromptRun, Stage
@@ -262,15 +262,7 @@ class _Exchange:
 
     def leg_failed(self, failure: EngineFailure, route: Route) -> None:
         self._services.metrics.count_failure(failure)
-        if failure.status < 500:
-            return
-        failed = next(engine for engine in route.engines if engine.role == failure.role)
-        if isinstance(failure, EngineUnreachable):
-            self._services.directory.lost(failed)
-            return
-        # Either side of a broken hand-over may be the one that restarted.
-        for engine in route.engines if isinstance(route, Pair) else (failed,):
-            self._services.directory.suspect(engine)
+        self._services.routes.leg_failed(failure, route)
 
     def _usage(self) -> Usage:
         return Usage(

@@ -2,11 +2,12 @@
 
 An engine is routable from the moment `/info` and `/health/ready` both answered 200 until it says it is not
 ready, refuses connections, or fails to answer MAX_FAILED_PROBES times in a row; one slow answer under load
-ejects nobody. Addresses come from the settings only.
+ejects nobody. What it answers to requests counts too (`breaker`). Addresses come from the settings only.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
+from proxy.breaker import CLOSED, Breaker
 from wire.services import EngineInfo, EngineRole
 
 logger = logging.getLogger(__name__)
@@ -38,11 +40,13 @@ class Engine:
     info: EngineInfo | None = None
     """None until it has answered, and after it was lost."""
     is_ready: bool = False
+    is_ejected: bool = False
+    """It says that it is ready, and fails what it is sent."""
     problem: str = "not asked yet"
 
     @property
     def is_routable(self) -> bool:
-        return self.is_ready and self.info is not None
+        return self.is_ready and self.info is not None and not self.is_ejected
 
     @property
     def start(self) -> EngineStart:
@@ -84,6 +88,7 @@ class _Watched:
     engine: Engine
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     num_failed_probes: int = 0
+    breaker: Breaker = CLOSED
 
 
 class EngineDirectory:
@@ -97,19 +102,23 @@ class EngineDirectory:
         model: str,
         refresh_s: float,
         on_silent: Callable[[Engine], None] = lambda engine: None,
+        on_ejected: Callable[[Engine], None] = lambda engine: None,
     ) -> None:
         """`on_silent` is called when an engine has stopped answering, so that nobody waits for it."""
         self._http = http
         self._on_silent = on_silent
+        self._on_ejected = on_ejected
         self._model = model
         self._refresh_s = refresh_s
         self._watched = [
             _Watched(Engine(url=url, role=role)) for role, role_urls in urls.items() for url in role_urls
         ]
+        self._by_url = {watched.engine.url: watched for watched in self._watched}
         self._changed = asyncio.Event()
 
     def snapshot(self) -> FleetSnapshot:
-        return FleetSnapshot(tuple(watched.engine for watched in self._watched))
+        now_s = time.monotonic()
+        return FleetSnapshot(tuple(_as_seen(watched, now_s) for watched in self._watched))
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -120,18 +129,39 @@ class EngineDirectory:
         """Return after the next change of any engine's state."""
         await self._changed.wait()
 
+    def assigned(self, engine: Engine) -> None:
+        """A request is on its way to this engine."""
+        watched = self._by_url[engine.url]
+        if watched.breaker is not CLOSED:
+            watched.breaker = watched.breaker.on_request(time.monotonic())
+
+    def answered(self, engine: Engine) -> None:
+        """The engine has given a token, or said no for the request's own fault."""
+        watched = self._by_url[engine.url]
+        if watched.breaker is not CLOSED:
+            watched.breaker = CLOSED
+            self._notify()
+
     def suspect(self, engine: Engine) -> None:
         """A leg failed on this engine: ask it again now rather than at the next round."""
-        for watched in self._watched:
-            if watched.engine.url == engine.url:
-                watched.wake.set()
+        self._by_url[engine.url].wake.set()
+
+    def failed(self, engine: Engine) -> None:
+        """A leg failed on this engine, and not for the request's own fault."""
+        watched, now_s = self._by_url[engine.url], time.monotonic()
+        before, watched.breaker = watched.breaker, watched.breaker.on_failure(now_s)
+        open_until_s = watched.breaker.open_until_s
+        if open_until_s is not None and open_until_s != before.open_until_s:
+            pause_s = open_until_s - now_s
+            logger.warning("%s engine %s fails: ejected for %g s", engine.role, engine.url, pause_s)
+            self._on_ejected(engine)
+            asyncio.get_running_loop().call_later(pause_s, self._notify)
 
     def lost(self, engine: Engine) -> None:
         """The engine refuses connections: nothing is sent there until it has answered a probe."""
-        for watched in self._watched:
-            if watched.engine.url == engine.url:
-                self._set(watched, replace(watched.engine, is_ready=False, problem="connection refused"))
-                watched.wake.set()
+        watched = self._by_url[engine.url]
+        self._set(watched, replace(watched.engine, is_ready=False, problem="connection refused"))
+        watched.wake.set()
 
     async def _watch(self, watched: _Watched) -> None:
         while True:
@@ -150,7 +180,7 @@ class EngineDirectory:
                 ready = await self._http.get(f"{engine.url}/health/ready")
                 if ready.status_code != 200:
                     watched.num_failed_probes = 0
-                    return replace(engine, is_ready=False, problem="not ready")
+                    return replace(engine, is_ready=False, problem=_state_of(ready))
                 answer = await self._http.get(f"{engine.url}/info")
                 answer.raise_for_status()
             info = _info_decoder.decode(answer.content)
@@ -159,6 +189,8 @@ class EngineDirectory:
         except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError) as error:
             return self._after_failed_probe(watched, error)
         watched.num_failed_probes = 0
+        if engine.info is not None and engine.info.epoch != info.epoch:
+            watched.breaker = CLOSED
         problem = self._mismatch(engine, info)
         return replace(engine, info=info, is_ready=not problem, problem=problem)
 
@@ -189,8 +221,33 @@ class EngineDirectory:
                 level = logging.INFO if before.info is engine.info is None else logging.WARNING
                 logger.log(level, "%s engine %s: %s", engine.role, engine.url, engine.problem)
         if before != engine:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._notify()
 
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _as_seen(watched: _Watched, now_s: float) -> Engine:
+    engine = watched.engine
+    if watched.breaker is CLOSED or not engine.is_ready or watched.breaker.lets_through(now_s):
+        return engine
+    problem = f"failed {watched.breaker.num_failures} requests in a row"
+    return replace(engine, is_ejected=True, problem=problem)
+
+
+def _state_of(answer: httpx.Response) -> str:
+    """What a service that is not ready says of itself, such as `loading` or `draining`."""
+    try:
+        return _state_decoder.decode(answer.content).status
+    except msgspec.MsgspecError:
+        return "not ready"
+
+
+class _ServiceState(msgspec.Struct):
+    status: str
+
+
+_state_decoder = msgspec.json.Decoder(_ServiceState)
 
 _info_decoder = msgspec.json.Decoder(EngineInfo)

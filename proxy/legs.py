@@ -6,7 +6,7 @@ prompt engine has computed outlives its call: a hand-over that nobody takes is w
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -64,10 +64,18 @@ class LegBatch:
 class EngineCalls:
     """Opens legs; owns the time-outs, not the connections."""
 
-    def __init__(self, http: httpx.AsyncClient, timeouts: LegTimeouts) -> None:
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        timeouts: LegTimeouts,
+        waits: EngineWaits,
+        answered: Callable[[Engine], None],
+    ) -> None:
+        """`answered` is to be called when an engine has given its first token of a request."""
         self._http = http
         self.timeouts = timeouts
-        self.waits = EngineWaits()
+        self.waits = waits
+        self.answered = answered
         self._httpx_timeout = httpx.Timeout(None, connect=timeouts.connect_s)
         self._withdrawals: set[asyncio.Task[None]] = set()
 

@@ -68,6 +68,12 @@ class ProxyMetrics:
             ("reason", "stage"),
             registry=registry,
         )
+        self.ejections = Counter(
+            "tandem_proxy_ejections",
+            "Engines that failed too many requests in a row and got none for a while, by role",
+            ("role",),
+            registry=registry,
+        )
         self.ready_engines = Gauge(
             "tandem_proxy_ready_engines", "Engines that can be used now", ("role",), registry=registry
         )

@@ -98,6 +98,8 @@ async def _run_single(
     timeouts = calls.timeouts
     async with calls.completion(engine, body, timeouts.first_byte_s) as leg:
         first = await leg.next_batch(timeouts.first_byte_s)
+        if first.parts:
+            calls.answered(engine)
         wanted = dict(enumerate(sinks))
         await _Relay(engine, wanted.keys(), wanted, next_index=work.num_replayed_tokens).run(
             leg, first, timeouts.stall_s
@@ -160,6 +162,7 @@ class _PairFlow:
 
     async def _pass_on_first_tokens(self, completion_leg: asyncio.Task[None]) -> None:
         answer = await self._call_prompt()
+        self._calls.answered(self._prompt)
         if self._completion_patience is not None:
             self._completion_patience.reschedule(self._loop.time() + self._timeouts.first_byte_s)
         ends = [self._end_of_text(choice) for choice in answer.choices]
@@ -217,6 +220,7 @@ class _PairFlow:
                 if first.failure is not None and not first.parts:
                     raise first.failure
                 self._is_taken_over = True
+                self._calls.answered(self._completion)
                 await self._first_tokens_are_out.wait()
                 next_index = self._work.num_replayed_tokens + 1
                 relay = _Relay(self._completion, self._handed_over, self._wanted, next_index=next_index)

@@ -167,7 +167,8 @@ class MockEngine:
         if call.path == "/info":
             await call.answer(200, msgspec.json.encode(self.info))
         else:
-            await call.answer(200 if self.is_ready else 503, b"{}")
+            state = b'{"status": "ready"}' if self.is_ready else b'{"status": "draining"}'
+            await call.answer(200 if self.is_ready else 503, state)
 
     async def _run_script(self, call: Call, receive: Receive) -> None:
         async def watch() -> None:

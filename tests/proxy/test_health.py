@@ -1,0 +1,89 @@
+"""Who gets requests: not who fails them, who drains, or who has no partner."""
+
+import asyncio
+
+from proxy.breaker import FIRST_PAUSE_S, MAX_FAILURES
+from tests.proxy.builders import Answering, Stack, stack, until
+from tests.proxy.mock_engines import Call, MockEngine
+
+
+async def fails(call: Call) -> None:
+    await call.refuse(500, "broken inside")
+
+
+async def test_an_engine_that_fails_everything_is_ejected_and_comes_back_after_one_good_answer() -> None:
+    answering = Answering("ok")
+    bad, good = MockEngine("prompt", fails), MockEngine("prompt", answering.prompt)
+    async with stack(bad, good, MockEngine("completion", answering.completion)) as running:
+        statuses = [(await running.complete()).status_code for _ in range(4 * MAX_FAILURES)]
+        assert statuses.count(500) == len(bad.calls) == MAX_FAILURES
+        assert running.metric("tandem_proxy_ejections_total", role="prompt") == 1
+        assert "failed 5 requests in a row" in (await running.client.get("/health")).text
+        bad.script = answering.prompt
+        async with asyncio.timeout(FIRST_PAUSE_S + 5):
+            await until(
+                lambda: all(engine.is_routable for engine in running.services.routes.snapshot().engines)
+            )
+        statuses = [(await running.complete()).status_code for _ in range(4)]
+        assert statuses == [200] * 4
+        assert len(bad.calls) > MAX_FAILURES
+
+
+async def test_running_out_of_room_ejects_nobody() -> None:
+    async def full(call: Call) -> None:
+        await call.accept()
+        await call.tokens(1, [1], finish_reason="insufficient_system_resource")
+        await call.end()
+
+    answering = Answering("ab")
+    async with stack(MockEngine("prompt", answering.prompt), MockEngine("completion", full)) as running:
+        for _ in range(2 * MAX_FAILURES):
+            assert (await running.complete()).status_code == 503
+        assert all(engine.is_routable for engine in running.services.routes.snapshot().engines)
+
+
+async def test_a_draining_engine_finishes_its_stream_and_gets_nothing_new() -> None:
+    may_end = asyncio.Event()
+
+    async def slowly(call: Call) -> None:
+        await call.accept()
+        await call.tokens(1, answering.ids[1:2])
+        await may_end.wait()
+        await call.tokens(2, answering.ids[2:], finish_reason="stop")
+        await call.end()
+
+    answering = Answering("ab")
+    draining, other = MockEngine("completion", slowly), MockEngine("completion", answering.completion)
+    async with stack(MockEngine("prompt", answering.prompt), draining, other, refresh_s=0.02) as running:
+        first = asyncio.create_task(running.complete())
+        await until(lambda: len(draining.calls) + len(other.calls) == 1)
+        if other.calls:
+            await first
+            first = asyncio.create_task(running.complete())
+        await draining.call()
+        draining.is_ready = False
+        await _until_not_ready(running, 1)
+        for _ in range(4):
+            assert (await running.complete()).status_code == 200
+        may_end.set()
+        assert (await first).json()["choices"][0]["text"] == "ab"
+        assert len(draining.calls) == 1
+        assert "draining" in (await running.client.get("/health")).text
+
+
+async def test_no_leg_is_sent_where_the_other_role_has_nobody() -> None:
+    answering = Answering("ab")
+    prompt, completion = MockEngine("prompt", answering.prompt), MockEngine("completion", fails)
+    async with stack(prompt, completion, refresh_s=0.02) as running:
+        completion.is_ready = False
+        await _until_not_ready(running, 1)
+        response = await running.complete()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_engine_available")
+        assert not prompt.calls
+        assert not completion.calls
+
+
+async def _until_not_ready(running: Stack, position: int) -> None:
+    async with asyncio.timeout(5):
+        while running.services.directory.snapshot().engines[position].is_ready:
+            await running.services.directory.wait_for_change()
