@@ -43,5 +43,5 @@ def test_no_stream_fails_and_every_text_is_that_of_an_undisturbed_run(
     try:
         texts = Streams(stack, asks()).run(lambda: FAULTS[fault](stack.services[name]))
     finally:
-        bring_back(stack, name)
+        bring_back(stack, name, fault)
     assert texts == expected

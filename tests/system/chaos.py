@@ -101,19 +101,9 @@ FAULTS: dict[str, Callable[[ServiceProcess], None]] = {
 }
 
 
-def bring_back(stack: RunningStack, name: str) -> None:
+def bring_back(stack: RunningStack, name: str, fault: str) -> None:
     """Let whatever was done to a service be over."""
-    service = stack.services[name]
-    service.process.send_signal(signal.SIGCONT)
-    if service.process.poll() is not None or not _is_well(service):
-        service.process.kill()
+    if fault.endswith("service"):
+        stack.services[name].process.kill()
         stack.restart(name)
     eventually(stack.services[name].is_ready, f"{name} is ready again", 120)
-
-
-def _is_well(service: ServiceProcess) -> bool:
-    try:
-        eventually(service.is_ready, "ready", 60)
-    except AssertionError:
-        return False
-    return True

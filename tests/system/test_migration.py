@@ -44,4 +44,4 @@ def test_streams_go_on_at_the_other_completion_engine(
     texts = Streams(stack, ASKS).run(lambda: FAULTS[fault](stack.services["completion-0"]), after_chunks=4)
     assert texts == expected
     assert num_migrations(stack) > before
-    bring_back(stack, "completion-0")
+    bring_back(stack, "completion-0", fault)
