@@ -5,6 +5,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,7 +39,7 @@ def run_service(
             timeout_graceful_shutdown=int(settings.grace_s),
             lifespan="off",
         )
-        server = DrainingServer(uvicorn_config, supervisor)
+        server = DrainingServer(uvicorn_config, supervisor, settings.grace_s)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(server, listener, supervisor))
     except (ServiceStartError, ListenError) as error:
@@ -48,11 +49,17 @@ def run_service(
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn that drains the supervisor on the first signal and does not raise the signal again."""
+    """uvicorn that drains the supervisor on the first signal and does not raise the signal again.
 
-    def __init__(self, config: uvicorn.Config, supervisor: EngineSupervisor) -> None:
+    A service that holds prompts for readers keeps its port open until they are taken: whoever gives a
+    hand-over up must be able to say so.
+    """
+
+    def __init__(self, config: uvicorn.Config, supervisor: EngineSupervisor, grace_s: float) -> None:
         super().__init__(config)
         self._supervisor = supervisor
+        self._grace_s = grace_s
+        self._stopping: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -62,8 +69,26 @@ class DrainingServer(uvicorn.Server):
         yield
 
     def _on_signal(self) -> None:
+        if self._stopping is not None:
+            self.force_exit = self.should_exit = True  # a second signal does not wait for the grace to end
+            return
         self._supervisor.drain()
-        self.force_exit = self.should_exit  # a second signal does not wait for the grace to end
+        self._stopping = asyncio.get_running_loop().create_task(self._stop_when_handed_over())
+
+    async def _stop_when_handed_over(self) -> None:
+        started_s = time.monotonic()
+        if self._supervisor.holds_handovers:
+            try:
+                async with asyncio.timeout(self._grace_s):
+                    await self._supervisor.until_handed_over()
+            except TimeoutError:
+                logger.warning(
+                    "leaving with %d hand-overs that nobody has taken (--grace-s %g)",
+                    self._supervisor.num_held_handovers,
+                    self._grace_s,
+                )
+        left_s = self._grace_s - (time.monotonic() - started_s)
+        self.config.timeout_graceful_shutdown = max(1, int(left_s))
         self.should_exit = True
 
 

@@ -56,6 +56,8 @@ class EngineSupervisor:
         self.stats: EngineStats | None = None
         self.num_restarts = 0
         self._num_events = 0
+        self._heard = asyncio.Event()
+        """The engine has said how it is since this was cleared."""
         self._reason: str | None = None
         """Why the engine ends, where its exit code does not say."""
 
@@ -71,6 +73,22 @@ class EngineSupervisor:
     @property
     def num_open_requests(self) -> int:
         return 0 if self._link is None else self._link.num_open_streams
+
+    @property
+    def holds_handovers(self) -> bool:
+        """Does this kind of engine keep computed prompts for others?"""
+        return self._role == "prompt"
+
+    @property
+    def num_held_handovers(self) -> int:
+        """Prompt engine: computed prompts that a completion engine may still read."""
+        return self.stats.num_handovers if self.holds_handovers and self.stats is not None else 0
+
+    async def until_handed_over(self) -> None:
+        """Return once no request is open and no hand-over is held for a reader: released, or expired."""
+        while self.num_open_requests or self.num_held_handovers:
+            self._heard.clear()
+            await self._heard.wait()
 
     def drain(self) -> None:
         """Refuse new requests; those that run go on."""
@@ -171,7 +189,7 @@ class EngineSupervisor:
             self._num_events += 1
             match event:
                 case StepEvents():
-                    self.stats = event.stats
+                    self.on_stats(event.stats)
                 case Progress():
                     self.progress = event
                 case Ready():
@@ -180,6 +198,11 @@ class EngineSupervisor:
                     self._reason = event.message
                 case StartFailed():
                     raise ServiceStartError(event.message)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """What the engine says of itself after a step, and every second while it is idle."""
+        self.stats = stats
+        self._heard.set()
 
     def _on_ready(self, ready: Ready) -> None:
         self.engine = ready
