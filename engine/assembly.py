@@ -12,6 +12,7 @@ from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.config import EngineConfig
 from engine.drafters import Drafter, PromptLookup
 from engine.errors import EngineError, EngineStartError
+from engine.grammars import Grammars
 from engine.group import EngineGroup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import Ready
@@ -83,6 +84,7 @@ def build_engine(
         group=group,
         overlap=config.overlap,
         drafter=build_drafter(settings),
+        grammars=Grammars(files.tokenizer, runner.config.vocab_size, runner.config.eos_token_ids, wake),
         activity_log=activity_log,
     )
     ready = Ready(

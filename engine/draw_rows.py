@@ -40,6 +40,7 @@ def sampling_rows(params: Items[SamplingParams], output_indices: Int32Array) -> 
         temperature=np.array([p.temperature for p in params], np.float32),
         top_k=np.array([p.top_k for p in params], np.int32),
         top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
         seed=np.array([p.seed for p in params], np.int64),
         output_index=output_indices,
         num_logprobs=np.array([NO_LOGPROBS if p.logprobs is None else p.logprobs for p in params], np.int32),

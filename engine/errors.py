@@ -4,6 +4,7 @@ EngineError
 ├── EngineStartError    the engine process cannot start; one line that says what to do
 ├── KVPoolError         the KV pool cannot be made; the message names --kv-bytes or --block-size
 ├── ModelNotSupportedError  neither we nor transformers can compute this model; one line that says why
+├── GrammarError        a structure that no answer can be held to
 ├── WeightFormatError   the weights cannot be kept in the form asked for by --dtype
 └── ModelOutputError    the model produced something that no token can be drawn from
 """
@@ -23,6 +24,10 @@ class KVPoolError(EngineError, ValueError):
 
 class ModelNotSupportedError(EngineError):
     """A model whose attention and cache the engine cannot own."""
+
+
+class GrammarError(EngineError, ValueError):
+    """Structured output of a kind or with keywords that cannot be obeyed."""
 
 
 class WeightFormatError(EngineError, ValueError):

@@ -13,8 +13,10 @@ from engine.activity import ActivityLog
 from engine.choices import Choices, FirstDraws
 from engine.copies import has_copies
 from engine.drafters import Drafter
+from engine.grammars import GrammarAdmission, Grammars
 from engine.group import Solo, StepGroup
 from engine.handover_role import HandoverRole
+from engine.histories import Histories
 from engine.ipc import AddRequest, EngineStats, RequestFailure, RequestOutput
 from engine.model_runner import Runner
 from engine.sampler import Sampler
@@ -63,6 +65,7 @@ class LLMEngine:
         group: StepGroup | None = None,
         overlap: bool = False,
         drafter: Drafter | None = None,
+        grammars: Grammars | None = None,
         activity_log: ActivityLog | None = None,
     ) -> None:
         """`choices`: the book that the role shares; None where the role has none.
@@ -72,9 +75,11 @@ class LLMEngine:
         `overlap`: schedule a step, and process the results of the one before, while the model runs.
 
         `drafter`: guesses of several tokens for every sequence, verified in one step.
+
+        `grammars`: for structured output; without it such requests are refused.
         """
         self._scheduler = scheduler
-        model_step = ModelStep(runner, sampler)
+        model_step = ModelStep(runner, sampler, eos_token_ids=scheduler.config.eos_token_ids)
         self._executor: StepExecutor = (
             OverlappedExecutor(model_step) if overlap else SynchronousExecutor(model_step)
         )
@@ -82,6 +87,8 @@ class LLMEngine:
         self._role = role
         self._choices = choices or Choices(scheduler)
         self._group = group or Solo()
+        self._histories = Histories(grammars)
+        self._admission = GrammarAdmission(grammars)
         self._speculation = None if drafter is None else Speculation(scheduler, drafter)
         self._clock = clock
         self._activity_log = activity_log
@@ -115,20 +122,27 @@ class LLMEngine:
         return self._scheduler.num_free_blocks
 
     def add(self, request: AddRequest) -> None:
-        """Take a request in; one that cannot be served is answered by the next `poll` or `step`."""
+        """Take a request in; one that cannot be served is answered by a `poll` or `step`."""
+        if request.sampling.structured is None:
+            self._start(request)
+        else:
+            self._admission.hold(request)
+
+    def _start(self, request: AddRequest) -> None:
         sequence = self._sequence(request)
         try:
             self._choices.check(request)
             self._role.start(request, sequence, self._clock())
         except RequestError as error:
-            failure = ServiceError(message=str(error), type="invalid_request_error")
-            self._refused.append(
-                RequestOutput(
-                    request_id=request.request_id, failure=RequestFailure(400, failure), is_last=True
-                )
-            )
+            self._refuse(request, error)
         else:
             self._choices.add(request)
+
+    def _refuse(self, request: AddRequest, error: Exception) -> None:
+        failure = ServiceError(message=str(error), type="invalid_request_error")
+        self._refused.append(
+            RequestOutput(request_id=request.request_id, failure=RequestFailure(400, failure), is_last=True)
+        )
 
     def _sequence(self, request: AddRequest) -> Sequence:
         """Replayed tokens are output, as those of a preempted sequence: computed again, never sampled."""
@@ -144,6 +158,7 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> None:
         """The client is gone: end every choice of the request."""
+        self._admission.drop(request_id)
         self._choices.abort(request_id)
         self._role.abort(request_id)
 
@@ -152,7 +167,12 @@ class LLMEngine:
         self._role.withdraw(handover_id)
 
     def poll(self) -> Items[RequestOutput]:
-        """Handle what the transfer threads reported; returns the failures."""
+        """Handle what the transfer threads and the grammar compiler reported; returns the failures."""
+        for request, error in self._admission.ready():
+            if error is None:
+                self._start(request)
+            else:
+                self._refuse(request, error)
         refused, self._refused = self._refused, []
         return (*refused, *self._choices.addressed(self._role.poll(self._clock())))
 
@@ -192,6 +212,7 @@ class LLMEngine:
         )
 
     def close(self) -> None:
+        self._admission.close()
         self._executor.close()
         self._role.close()
         self._group.close()
@@ -239,7 +260,7 @@ class LLMEngine:
         if not outputs.is_empty or has_copies(copies):
             launched_s = self._clock()
             draws = self._choices.draws(outputs)
-            outcome = self._executor.launch(outputs, draws)
+            outcome = self._executor.launch(outputs, draws, self._histories.updates(outputs))
             self._in_flight.append(LaunchedStep(outputs, draws, outcome, launched_s))
         ended = (*outputs.finished, *outputs.ignored)
         self._role.after_step((), ended)
@@ -254,6 +275,8 @@ class LLMEngine:
         outcome = step.outcome.result()
         outputs, draws, now_s = step.outputs, step.draws, self._clock()
         token_ids = self._choices.tokens_of_sequences(outputs, draws, outcome.token_ids)
+        for index in outcome.failed:
+            self._scheduler.fail(outputs.sequences[index].request_id, SequenceStatus.FINISHED_SO_FAILED)
         results = self._scheduler.process_outputs(outputs, token_ids, outcome.accepted, now_s=now_s)
         self._choices.part(outputs, draws, results, outcome.drawn, now_s)
         if outputs.prompt_run:

@@ -1,6 +1,7 @@
 """Draws one token per row of logits, for all rows of a step together.
 
-Order of operations: temperature, then top-k, then top-p over what top-k left. Tokens that tie with the
+Order of operations: edits of the logits (`engine/logit_edits.py`), temperature, min-p, top-k, then top-p over
+what is left. Tokens that tie with the
 last one kept are kept too, so the candidates do not depend on a sort's order. The draw inverts the
 cumulative distribution in vocabulary order at one uniform number that depends on (seed, output index)
 alone: equal logits give equal tokens in any batch, on any engine.
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.errors import ModelOutputError
+from engine.logit_edits import LogitEdits
 from engine.noise import uniform_noise
 from wire.services import TokenLogprobs
 
@@ -34,6 +36,8 @@ class SamplingRows:
     top_k: Int32Array
     """0 is no limit."""
     top_p: Float32Array
+    min_p: Float32Array
+    """0 is no limit."""
     seed: Int64Array
     output_index: Int32Array
     """Index of the token to draw among its request's output tokens."""
@@ -49,6 +53,7 @@ class SamplingRows:
             self.temperature[rows],
             self.top_k[rows],
             self.top_p[rows],
+            self.min_p[rows],
             self.seed[rows],
             output_index,
             self.num_logprobs[rows],
@@ -92,8 +97,13 @@ class Sampler:
     """Stateless: everything a draw depends on comes in with the rows."""
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
-        """One token per row of logits float32 [N, vocab]; ModelOutputError if any are not numbers."""
+    def sample(
+        self, logits: torch.Tensor, rows: SamplingRows, edits: LogitEdits | None = None
+    ) -> SampledTokens:
+        """One token per row of logits float32 [N, vocab], which `edits` may change.
+
+        ModelOutputError if any are not numbers.
+        """
         assert len(rows) == len(logits)
         largest, token_ids = logits.max(dim=-1)
         if not torch.isfinite(largest).all():
@@ -101,17 +111,26 @@ class Sampler:
             raise ModelOutputError(
                 f"the model's logits are not finite in rows {bad}; its weights may be damaged"
             )
+        reported = np.flatnonzero(rows.num_logprobs != NO_LOGPROBS)
+        unedited = logits[torch.from_numpy(reported)] if len(reported) else None
+        if edits is not None:
+            edits.apply_(logits)
+            largest, token_ids = logits.max(dim=-1)
         drawn = np.flatnonzero(rows.temperature > 0)
         if len(drawn):
             index = torch.from_numpy(drawn)
             candidates = logits if len(drawn) == len(rows) else logits[index]
             token_ids[index] = _draw(candidates - largest[index, None], rows, drawn)
-        return SampledTokens(token_ids.numpy(), _logprobs(logits, token_ids, rows.num_logprobs))
+        if unedited is None:
+            return SampledTokens(token_ids.numpy(), None)
+        return SampledTokens(token_ids.numpy(), _logprobs(unedited, reported, token_ids, rows.num_logprobs))
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, drawn: npt.NDArray[np.intp]) -> torch.Tensor:
     """Token ids [M] from logits [M, vocab], which are at most 0 and are overwritten."""
     weights = logits.div_(torch.from_numpy(rows.temperature[drawn])[:, None]).exp_()
+    if rows.min_p.any():
+        weights.masked_fill_(weights < torch.from_numpy(rows.min_p[drawn])[:, None], 0.0)
     _filter(weights, rows.top_k[drawn], rows.top_p[drawn])
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     noise = torch.from_numpy(uniform_noise(rows.seed[drawn], rows.output_index[drawn]))
@@ -162,18 +181,15 @@ def _nucleus_thresholds(weights: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def _logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: Int32Array
-) -> SampledLogprobs | None:
-    wanted = np.flatnonzero(num_logprobs != NO_LOGPROBS)
-    if not len(wanted):
-        return None
+    logits: torch.Tensor, wanted: npt.NDArray[np.intp], token_ids: torch.Tensor, num_logprobs: Int32Array
+) -> SampledLogprobs:
+    """`logits`: of the rows `wanted`; everything else of all rows."""
     num_top = min(int(num_logprobs.max()), logits.shape[1])
     chosen = np.full(len(num_logprobs), np.nan, np.float32)
     top_ids = np.zeros((len(num_logprobs), num_top), np.int32)
     top_logprobs = np.zeros((len(num_logprobs), num_top), np.float32)
-    index = torch.from_numpy(wanted)
-    logprobs = logits[index].log_softmax(dim=-1)
+    logprobs = logits.log_softmax(dim=-1)
     top = logprobs.topk(num_top, dim=-1)
-    chosen[wanted] = logprobs.gather(1, token_ids[index, None]).squeeze(-1).numpy()
+    chosen[wanted] = logprobs.gather(1, token_ids[torch.from_numpy(wanted), None]).squeeze(-1).numpy()
     top_ids[wanted], top_logprobs[wanted] = top.indices.numpy(), top.values.numpy()
     return SampledLogprobs(chosen, top_ids, top_logprobs, num_logprobs)

@@ -12,6 +12,7 @@ Steps run one after the other in launch order, so a step sees everything that ea
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +23,8 @@ import torch
 from engine.choices import NO_DRAWS, FirstDraws
 from engine.copies import execute_copies
 from engine.draw_rows import DrawRows
+from engine.edit_planner import EditPlanner
+from engine.histories import HistoryUpdate
 from engine.model_runner import Runner
 from engine.sampler import Int32Array, Int64Array, SampledTokens, Sampler
 from engine.verification import Verified, verify
@@ -39,6 +42,8 @@ class StepOutcome:
     """[N]: where in `drawn` each sequence's tokens begin."""
     verified: Verified | None = None
     """What became of the drafts, if there were any."""
+    failed: tuple[int, ...] = ()
+    """Sequences with a token that their grammar does not allow."""
     forward_s: float = 0.0
     sampler_s: float = 0.0
 
@@ -46,6 +51,15 @@ class StepOutcome:
     def token_ids(self) -> Int64Array:
         """[N or more]: the newest token of each sequence."""
         return self.drawn.token_ids if self.verified is None else self.verified.token_ids
+
+    def tokens_of(self, index: int) -> tuple[int, ...]:
+        """What the step has given the sequence at `index`; -1: it was not in the step."""
+        if index < 0:
+            return ()
+        start, num_tokens = int(self.first_rows[index]), 1
+        if self.verified is not None:
+            num_tokens += int(self.verified.num_accepted[index])
+        return tuple(self.drawn.token_ids[start : start + num_tokens].tolist())
 
     @property
     def accepted(self) -> Int64Array | None:
@@ -66,32 +80,46 @@ class ModelStep:
         self,
         runner: Runner,
         sampler: Sampler,
+        eos_token_ids: Items[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._clock = clock
         self._rows = DrawRows()
+        self._edits = EditPlanner(eos_token_ids)
 
-    def run(self, outputs: SchedulerOutputs, draws: FirstDraws, previous: StepOutcome | None) -> StepOutcome:
+    def run(
+        self,
+        outputs: SchedulerOutputs,
+        draws: FirstDraws,
+        updates: Items[HistoryUpdate],
+        previous: StepOutcome | None,
+    ) -> StepOutcome:
         """`previous`: what the last step that had a batch has drawn, if this batch may need it."""
         execute_copies(outputs.copies, self._runner.kv_pool, self._runner.states)
-        batch = outputs.batch
+        batch, uncommitted = outputs.batch, dict[int, tuple[int, ...]]()
         if batch is None:
             return NOTHING_DRAWN
         if (batch.input_from_previous >= 0).any():
             assert previous is not None
+            sources = batch.input_from_previous
+            uncommitted = {u.index: previous.tokens_of(int(sources[u.index])) for u in updates}
             batch = batch.resolve_inputs(previous.token_ids, previous.num_rejected)
         started_s = self._clock()
         logits = self._logits(batch, draws)
         computed_s = self._clock()
-        drawn = self._sampler.sample(logits, self._rows.of(outputs.cohort, batch, draws))
+        for update in updates:
+            update.history.commit(update)
+        edits = self._edits.plan(outputs.cohort, batch, draws, updates, uncommitted)
+        drawn = self._sampler.sample(logits, self._rows.of(outputs.cohort, batch, draws), edits)
         verified = verify(batch, drawn.token_ids) if batch.has_drafts else None
         ends = np.cumsum(batch.seqlens_q, dtype=np.int64)
         return StepOutcome(
             drawn,
             np.arange(ends.size) if verified is None else ends - batch.seqlens_q,
             verified,
+            tuple(u.index for u in updates if u.history.has_failed),
             computed_s - started_s,
             self._clock() - computed_s,
         )
@@ -113,7 +141,12 @@ class StepExecutor(Protocol):
     def num_ahead(self) -> int:
         """Launched steps that may run on while the next one is scheduled."""
 
-    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[StepOutcome]:
+    def launch(
+        self,
+        outputs: SchedulerOutputs,
+        draws: FirstDraws = NO_DRAWS,
+        updates: Items[HistoryUpdate] = (),
+    ) -> Future[StepOutcome]:
         """The future's `result()` waits for the step and raises what the step raised."""
 
     def close(self) -> None:
@@ -128,9 +161,14 @@ class SynchronousExecutor:
     def __init__(self, step: ModelStep) -> None:
         self._step = step
 
-    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[StepOutcome]:
+    def launch(
+        self,
+        outputs: SchedulerOutputs,
+        draws: FirstDraws = NO_DRAWS,
+        updates: Items[HistoryUpdate] = (),
+    ) -> Future[StepOutcome]:
         done: Future[StepOutcome] = Future()
-        done.set_result(self._step.run(outputs, draws, None))
+        done.set_result(self._step.run(outputs, draws, updates, None))
         return done
 
     def close(self) -> None:
@@ -148,8 +186,13 @@ class OverlappedExecutor:
         self._previous: Future[StepOutcome] | None = None
         """The last launched step that has a batch."""
 
-    def launch(self, outputs: SchedulerOutputs, draws: FirstDraws = NO_DRAWS) -> Future[StepOutcome]:
-        future = self._worker.submit(self._run, outputs, draws, self._previous)
+    def launch(
+        self,
+        outputs: SchedulerOutputs,
+        draws: FirstDraws = NO_DRAWS,
+        updates: Items[HistoryUpdate] = (),
+    ) -> Future[StepOutcome]:
+        future = self._worker.submit(self._run, outputs, draws, updates, self._previous)
         if outputs.batch is not None:
             self._previous = future
         return future
@@ -158,7 +201,11 @@ class OverlappedExecutor:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _run(
-        self, outputs: SchedulerOutputs, draws: FirstDraws, previous: Future[StepOutcome] | None
+        self,
+        outputs: SchedulerOutputs,
+        draws: FirstDraws,
+        updates: Items[HistoryUpdate],
+        previous: Future[StepOutcome] | None,
     ) -> StepOutcome:
         """A step behind one that failed fails in the same way: its inputs do not exist."""
-        return self._step.run(outputs, draws, None if previous is None else previous.result())
+        return self._step.run(outputs, draws, updates, None if previous is None else previous.result())

@@ -24,6 +24,8 @@ class Verified:
     """[N]: the token drawn behind each sequence's last accepted draft."""
     accepted: Int64Array
     """[T - N], flat: the accepted drafts, REJECTED in place of the others."""
+    num_accepted: Int32Array
+    """[N]"""
     num_rejected: Int32Array
     """[N]"""
 
@@ -43,5 +45,6 @@ def verify(batch: Batch, drawn: Int64Array) -> Verified:
     return Verified(
         drawn[first + num_accepted],
         np.where(is_right, drafts, REJECTED),
+        num_accepted,
         seqlens_q - 1 - num_accepted,
     )

@@ -163,10 +163,9 @@ class DraftLedger:
 
 
 class StructuredLedger:
-    """A grammar matcher's handle. Once it has started, the sequence must never be recomputed."""
+    """Whether a grammar constrains the sequence. Once it has started, it must never be recomputed."""
 
-    __slots__ = ("matcher", "started")
+    __slots__ = ("started",)
 
-    def __init__(self, matcher: object | None = None, started: bool = False) -> None:
-        self.matcher = matcher
+    def __init__(self, started: bool = False) -> None:
         self.started = started

@@ -28,7 +28,7 @@ class Sequence:
     __slots__ = (
         "_num_stored", "_reason", "_row", "_rows", "_tokens", "arrival_s", "cache", "cache_salt",
         "compressed_token_ids",
-        "draft", "num_prompt_tokens", "request_id", "sampling", "schedule", "structured",
+        "draft", "history", "num_prompt_tokens", "request_id", "sampling", "schedule", "structured",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +52,8 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.compressed_token_ids = compressed_token_ids
         """Parallel ids of a smaller tokenizer; carried along, never read here."""
+        self.history: object | None = None
+        """What the engine keeps of the tokens to draw the next; carried along, never read here."""
         self.arrival_s = 0.0
         self.cache = CacheLedger(block_size)
         self.cache_salt = cache_salt

@@ -81,6 +81,9 @@ class SamplingParams:
         if self.logprobs is not None:
             self._check_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         self._check_logit_bias()
+        if self.structured is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise ValueError(f"{name} and structured exclude each other: the structure says where it ends")
 
     @property
     def is_greedy(self) -> bool:
@@ -88,8 +91,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Does a logit depend on the tokens before it by other ways than the model?"""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Does what may be drawn depend on the tokens before it by other ways than the model?"""
+        return self.structured is not None or self.has_penalties
 
     def of_choice(self, choice: int) -> "SamplingParams":
         """Sampling of one of several choices of a prompt: a seed of its own, choice 0 keeps this one."""

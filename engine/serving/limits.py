@@ -4,11 +4,6 @@ from engine.ipc import Ready
 from engine.serving.errors import InvalidRequest
 from wire.sampling import SamplingParams
 
-UNSUPPORTED = (
-    "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "structured",
-    "min_tokens",
-)  # fmt: skip
-
 
 def check_limits(
     engine: Ready,
@@ -38,14 +33,7 @@ def check_limits(
             param="max_tokens",
             code="context_length_exceeded",
         )
+    if any(not 0 <= token_id < engine.vocab_size for token_id in sampling.stop_token_ids):
+        raise InvalidRequest(f"stop_token_ids must lie in [0, {engine.vocab_size})", param="stop_token_ids")
     if any(not 0 <= token_id < engine.vocab_size for token_id, _ in sampling.logit_bias):
         raise InvalidRequest(f"logit_bias must name tokens in [0, {engine.vocab_size})", param="logit_bias")
-    check_supported(sampling)
-
-
-def check_supported(sampling: SamplingParams) -> None:
-    """Raise `InvalidRequest` naming a field that no engine obeys yet."""
-    plain = SamplingParams(max_tokens=1)
-    for name in UNSUPPORTED:
-        if getattr(sampling, name) != getattr(plain, name):
-            raise InvalidRequest(f"{name} is not supported by this engine", param=name)

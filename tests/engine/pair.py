@@ -13,6 +13,7 @@ from engine.assembly import regions_of
 from engine.choices import Choices
 from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.drafters import Drafter, PromptLookup
+from engine.grammars import Grammars
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import AddRequest, RequestOutput
 from engine.llm_engine import LLMEngine
@@ -78,6 +79,7 @@ class TestEngine:
         overlap: bool = False,
         drafter: Drafter | None = None,
         num_draft_tokens: int = 0,
+        grammars: Grammars | None = None,
         stop_preempted_request: bool = True,
         prefix_cache: bool = False,
     ) -> None:
@@ -111,6 +113,7 @@ class TestEngine:
             choices=self.choices,
             overlap=overlap,
             drafter=drafter if num_draft_tokens else None,
+            grammars=grammars,
         )
         self.answers: dict[str, Answer] = {}
         """By `answer_id`."""

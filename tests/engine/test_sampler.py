@@ -21,6 +21,7 @@ def rows_of(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int | npt.NDArray[np.int64] = 0,
     output_index: int | npt.NDArray[np.int32] = 0,
     num_logprobs: int = NO_LOGPROBS,
@@ -29,6 +30,7 @@ def rows_of(
         temperature=np.full(count, temperature, np.float32),
         top_k=np.full(count, top_k, np.int32),
         top_p=np.full(count, top_p, np.float32),
+        min_p=np.full(count, min_p, np.float32),
         seed=np.broadcast_to(np.asarray(seed, np.int64), count).copy(),
         output_index=np.broadcast_to(np.asarray(output_index, np.int32), count).copy(),
         num_logprobs=np.full(count, num_logprobs, np.int32),
@@ -179,6 +181,7 @@ def test_a_row_draws_the_same_token_in_any_batch(data: st.DataObject) -> None:
         temperature=generator.choice([0.0, 0.3, 1.0, 5.0], count).astype(np.float32),
         top_k=generator.choice([0, 1, 7, 600], count).astype(np.int32),
         top_p=generator.choice([0.1, 0.9, 1.0], count).astype(np.float32),
+        min_p=generator.choice([0.0, 0.05, 1.0], count).astype(np.float32),
         seed=generator.integers(0, 2**63 - 1, count),
         output_index=generator.integers(0, 10_000, count).astype(np.int32),
         num_logprobs=generator.choice([NO_LOGPROBS, 0, 3], count).astype(np.int32),
@@ -194,6 +197,16 @@ def test_a_row_draws_the_same_token_in_any_batch(data: st.DataObject) -> None:
             assert alone.logprobs is not None
             assert together.logprobs is not None
             assert alone.logprobs.row(0) == together.logprobs.row(index)
+
+
+@pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.1), (2.0, 0.3), (0.5, 0.01)])
+def test_min_p_leaves_tokens_of_at_least_that_share_of_the_likeliest(
+    temperature: float, min_p: float
+) -> None:
+    rows = rows_of(4000, temperature=temperature, min_p=min_p, output_index=np.arange(4000, dtype=np.int32))
+    probs = distribution(LOGITS, temperature)
+    expected = np.where(probs >= min_p * probs.max(), probs, 0.0)
+    assert chi_square(sample(LOGITS, rows).token_ids, expected / expected.sum()) < 4
 
 
 def test_the_logits_given_are_left_as_they_were() -> None:

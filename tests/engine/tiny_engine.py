@@ -13,6 +13,7 @@ import torch
 
 from engine.choices import Choices
 from engine.drafters import DraftContext, Drafts
+from engine.grammars import Grammars
 from engine.handover_role import NoHandover
 from engine.ipc import AddRequest, RequestOutput
 from engine.kv_pool import KVLayout, KVPool
@@ -204,7 +205,13 @@ class DirectPair:
     """Both engines without a protocol between them: the same turns in every run."""
 
     def __init__(
-        self, prompt_runner: ModelRunner, completion_runner: ModelRunner, *, overlap: bool, **drafting: Any
+        self,
+        prompt_runner: ModelRunner,
+        completion_runner: ModelRunner,
+        *,
+        overlap: bool,
+        grammars: Grammars | None = None,
+        **drafting: Any,
     ) -> None:
         """`drafting`: options of the completion engine."""
         self._offers: dict[str, DirectOffer] = {}
@@ -213,12 +220,14 @@ class DirectPair:
             prompt_runner,
             lambda *parts: DirectSource(*parts, prompt_runner.kv_pool, self._offers),
             overlap=overlap,
+            grammars=grammars,
         )
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
             lambda *parts: DirectSink(*parts, completion_runner.kv_pool, self._offers),
             overlap=overlap,
+            grammars=grammars,
             **drafting,
         )
 

@@ -100,7 +100,7 @@ def test_a_preempted_sequence_is_computed_again_from_the_head_of_the_queue() -> 
 
 def test_structured_output_that_has_started_is_never_computed_again() -> None:
     scheduler = Scheduler(config(num_blocks=4, stop_preempted_request=False))
-    scheduler.add_sequence(sequence("a", 8, structured=StructuredLedger(object(), started=True)), 0.0)
+    scheduler.add_sequence(sequence("a", 8, structured=StructuredLedger(started=True)), 0.0)
     outputs, _ = run_ids(scheduler)
     while not outputs.ignored:
         outputs, _ = run_ids(scheduler)

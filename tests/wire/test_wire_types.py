@@ -30,7 +30,6 @@ REQUEST = CompletionRequest(
         logit_bias=((5, -100.0), (6, 2.5)),
         structured=StructuredOutput(kind="choice", value='["yes", "no"]'),
         stop_token_ids=(9,),
-        min_tokens=2,
     ),
     num_completions=3,
     handover_id="h",
@@ -92,6 +91,12 @@ def test_sampling_out_of_range_is_refused_naming_the_field(field: str, value: ob
 def test_a_structure_has_the_value_its_kind_needs(kind: StructureKind, value: str) -> None:
     with pytest.raises(ValueError, match=kind):
         StructuredOutput(kind=kind, value=value)
+
+
+@pytest.mark.parametrize("wish", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_a_structure_alone_says_where_the_answer_ends(wish: dict[str, bool]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wish))} and structured exclude each other"):
+        SamplingParams(max_tokens=3, structured=StructuredOutput(kind="json_object"), **wish)
 
 
 @pytest.mark.parametrize("num_completions", [0, 9, -1])

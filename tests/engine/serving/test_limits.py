@@ -1,13 +1,11 @@
 """What an engine could never serve is refused before it reaches the engine."""
 
-from typing import Any
-
 import pytest
 
 from engine.serving.errors import InvalidRequest
 from engine.serving.limits import check_limits
 from tests.engine.serving.builders import ready
-from wire.sampling import SamplingParams, StructuredOutput
+from wire.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -28,24 +26,6 @@ def test_token_ids_outside_the_vocabulary_are_refused(token_id: int) -> None:
 
 def test_a_request_that_just_fits_is_taken() -> None:
     check_limits(ready(max_model_len=16), (1,) * 15, SamplingParams(max_tokens=1))
-
-
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"min_p": 0.1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": ((5, 1.0),)},
-        {"min_tokens": 1},
-        {"structured": StructuredOutput(kind="json_object")},
-    ],
-)
-def test_what_no_engine_obeys_yet_is_refused_by_name(wish: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="is not supported") as refused:
-        check_limits(ready(), (1,), SamplingParams(max_tokens=1, **wish))
-    assert refused.value.error.param == next(iter(wish))
 
 
 def test_a_bias_on_a_token_outside_the_vocabulary_is_refused() -> None:

@@ -1,0 +1,205 @@
+"""Grammars for structured output: compiled by a thread beside the step loop, kept for later requests.
+
+xgrammar takes seconds to import, so that happens with the first grammar, in that thread.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer
+
+from engine.errors import GrammarError
+from engine.ipc import AddRequest
+from engine.json_schemas import UnsupportedSchema, narrowed_schema
+from wire.sampling import StructuredOutput
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
+
+NUM_KEPT = 64
+
+
+class Matcher:
+    """How far one sequence has come in its grammar. Not thread-safe."""
+
+    def __init__(self, grammar: "CompiledGrammar") -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher = GrammarMatcher(grammar)
+        self._num_words = -(-grammar.tokenizer_info.vocab_size // 32)
+
+    def accept(self, token_ids: Iterable[int]) -> bool:
+        """Go on by these tokens; False, and stay before the first one that the grammar does not allow."""
+        return all(self._matcher.accept_token(token_id) for token_id in token_ids)
+
+    def masks(self, token_ids: Iterable[int]) -> list[torch.Tensor | None]:
+        """int32 [vocab / 32] of what may come next: now, and behind each of `token_ids`; the state stays.
+
+        None: anything, because the grammar has ended, or because a token before is not allowed anyway.
+        """
+        masks, num_accepted, is_allowed = [self._mask()], 0, True
+        for token_id in token_ids:
+            is_allowed = is_allowed and self._matcher.accept_token(token_id)
+            num_accepted += is_allowed
+            masks.append(self._mask() if is_allowed else None)
+        if num_accepted:
+            self._matcher.rollback(num_accepted)
+        return masks
+
+    def _mask(self) -> torch.Tensor | None:
+        if self._matcher.is_terminated():
+            return None
+        bitmask = torch.full((1, self._num_words), -1, dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(bitmask)
+        return bitmask[0]
+
+
+def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, bitmask)
+
+
+class Grammars:
+    """The grammars of one model's tokenizer, the last `NUM_KEPT` of them kept."""
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], Tokenizer],
+        vocab_size: int,
+        stop_token_ids: Iterable[int],
+        on_compiled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`vocab_size`: of the model's logits. `on_compiled` is called by the compiling thread."""
+        self._make_tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._stop_token_ids = list(stop_token_ids)
+        self._on_compiled = on_compiled
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._kept: OrderedDict[StructuredOutput, Future[CompiledGrammar]] = OrderedDict()
+        self._compiler: GrammarCompiler | None = None
+
+    def compile(self, structured: StructuredOutput) -> "Future[CompiledGrammar]":
+        """Its exception is a `GrammarError` where the structure cannot be obeyed."""
+        future = self._kept.get(structured)
+        if future is None:
+            future = self._kept[structured] = self._pool.submit(self._compile, structured)
+            future.add_done_callback(lambda _: self._on_compiled())
+            if len(self._kept) > NUM_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(structured)
+        return future
+
+    def matcher(self, structured: StructuredOutput) -> Matcher:
+        """A matcher at the beginning; waits for the compiler only if the grammar was not kept."""
+        return Matcher(self.compile(structured).result())
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _compile(self, structured: StructuredOutput) -> "CompiledGrammar":
+        if self._compiler is None:
+            from xgrammar import GrammarCompiler
+
+            info = tokenizer_info(self._make_tokenizer(), self._vocab_size, self._stop_token_ids)
+            self._compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        try:
+            return _compile(self._compiler, structured)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise GrammarError(f"structured output ({structured.kind}): {_first_line(error)}") from None
+
+
+class GrammarAdmission:
+    """Requests with a structure, held back until it is compiled, so that no step waits for it."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        self._grammars = grammars
+        self._held: list[tuple[AddRequest, Future[CompiledGrammar]]] = []
+
+    def hold(self, request: AddRequest) -> None:
+        structured = request.sampling.structured
+        assert structured is not None
+        if self._grammars is None:
+            future: Future[CompiledGrammar] = Future()
+            future.set_exception(GrammarError("this engine was built without grammars"))
+        else:
+            future = self._grammars.compile(structured)
+        self._held.append((request, future))
+
+    def drop(self, request_id: str) -> None:
+        self._held = [held for held in self._held if held[0].request_id != request_id]
+
+    def ready(self) -> list[tuple[AddRequest, Exception | None]]:
+        """Requests that may start, or must be refused for the reason given; each once."""
+        if not self._held:
+            return []
+        done = [held for held in self._held if held[1].done()]
+        self._held = [held for held in self._held if held not in done]
+        return [(request, _error_of(future)) for request, future in done]
+
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
+
+
+def _error_of(future: "Future[CompiledGrammar]") -> Exception | None:
+    error = future.exception()
+    assert error is None or isinstance(error, Exception)
+    return error
+
+
+def _compile(compiler: "GrammarCompiler", structured: StructuredOutput) -> "CompiledGrammar":
+    value = structured.value
+    match structured.kind:
+        case "json_schema":
+            return compiler.compile_json_schema(narrowed_schema(value))
+        case "json_object":
+            return compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+        case "regex":
+            return compiler.compile_regex(value)
+        case "choice":
+            return compiler.compile_grammar(choice_grammar(value))
+        case "ebnf":
+            return compiler.compile_grammar(value)
+
+
+def choice_grammar(value: str) -> str:
+    """EBNF of one of the texts in a JSON list."""
+    try:
+        choices = json.loads(value)
+    except ValueError as error:
+        raise UnsupportedSchema(f"the choices are not JSON: {error}") from None
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise UnsupportedSchema(
+            f"the choices must be a JSON list of texts that are not empty, got {value[:80]}"
+        )
+    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+
+
+def tokenizer_info(tokenizer: Tokenizer, vocab_size: int, stop_token_ids: list[int]) -> "TokenizerInfo":
+    """The vocabulary as xgrammar sees it. Special tokens stand for no text, so no grammar allows them."""
+    from xgrammar import TokenizerInfo
+
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    vocabulary = [""] * vocab_size
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token_id < vocab_size and token_id not in special:
+            vocabulary[token_id] = token
+    kind = TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
+    return TokenizerInfo(
+        vocabulary,
+        kind["vocab_type"],
+        vocab_size=vocab_size,
+        stop_token_ids=stop_token_ids,
+        add_prefix_space=kind["add_prefix_space"],
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Without the place in the library's source that it begins with."""
+    line = (str(error).splitlines() or ["invalid"])[0]
+    return line.split(".cc:")[-1].partition(": ")[2] if ".cc:" in line else line

@@ -1,0 +1,247 @@
+"""Structured output: what is asked for is what comes out, or it is refused at once."""
+
+import gzip
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from engine.errors import GrammarError
+from engine.grammars import NUM_KEPT, Grammars
+from engine.ipc import AddRequest
+from engine.json_schemas import UnsupportedSchema, narrowed_schema
+from shared_scheduler import Sequence, SequenceStatus
+from tests.engine.grammar_tokenizer import EOS, text_of, tiny_grammars, vocabulary
+from tests.engine.pair import TestEngine, tiny_checkpoint
+from tests.engine.tiny_engine import DirectPair, TinyModel, normal_engine
+from wire.sampling import SamplingParams, StructuredOutput, StructureKind
+
+SUITE = Path(__file__).parents[1] / "data" / "json_schemas" / "suite_sample.jsonl.gz"
+DEADLINE_S = 60.0
+
+
+def suite() -> Iterator[dict[str, Any]]:
+    with gzip.open(SUITE, "rt") as lines:
+        yield from map(json.loads, lines)
+
+
+def can_be_obeyed(group: dict[str, Any]) -> bool:
+    try:
+        narrowed_schema(json.dumps(group["schema"]))
+    except UnsupportedSchema:
+        return False
+    return True
+
+
+OBEYED = [group for group in suite() if can_be_obeyed(group)]
+REFUSED = [group for group in suite() if not can_be_obeyed(group)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel.load(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return tiny_grammars()
+
+
+def request(request_id: str, kind: StructureKind, value: str = "", **fields: Any) -> AddRequest:
+    """Biased towards an early end: a random model would stay inside a text for ever."""
+    closing = tuple((i, 12.0) for i, text in enumerate(vocabulary()) if text in ('"', "}", "]", "</s>"))
+    sampling = SamplingParams(
+        **{
+            "max_tokens": 90,
+            "logit_bias": closing,
+            "structured": StructuredOutput(kind=kind, value=value),
+            **fields,
+        }
+    )
+    return AddRequest(request_id=request_id, prompt_token_ids=(5, 6, 7), sampling=sampling)
+
+
+def run(engine: TestEngine, *requests: AddRequest) -> None:
+    for message in requests:
+        engine.engine.add(message)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not all(engine.has_ended(message.request_id) for message in requests):
+        assert time.monotonic() < deadline_s
+        engine.turn()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    kind: StructureKind
+    value: str
+    pattern: str
+
+
+CASES = (
+    Case("regex", r"[ab]{2,4}-(cd)+", r"[ab]{2,4}-(cd)+"),
+    Case("choice", '["true", "a \\"quoted\\" one", "[]"]', r'true|a "quoted" one|\[\]'),
+    Case("ebnf", 'root ::= "ab" root | "."', r"(ab)*\."),
+)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
+def test_the_answer_has_the_form_asked_for(
+    model: TinyModel, grammars: Grammars, case: Case, num_draft_tokens: int
+) -> None:
+    engine = normal_engine(model.runner(64), grammars=grammars, num_draft_tokens=num_draft_tokens)
+    requests = [request(str(seed), case.kind, case.value, seed=seed) for seed in range(4)]
+    run(engine, *requests)
+    for message in requests:
+        answer = engine.answers[message.request_id]
+        assert answer.end is not None
+        if answer.end.finish_reason == "stop":
+            assert answer.token_ids[-1] == EOS
+            assert re.fullmatch(case.pattern, text_of(answer.token_ids))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_every_answer_through_the_pair_fits_its_schema(
+    model: TinyModel, grammars: Grammars, num_draft_tokens: int
+) -> None:
+    """Schemas of the JSON-Schema-Test-Suite that can be obeyed, and free objects."""
+    pair = DirectPair(
+        model.runner(512),
+        model.runner(512),
+        overlap=False,
+        grammars=grammars,
+        num_draft_tokens=num_draft_tokens,
+    )
+    schemas = {str(i): group["schema"] for i, group in enumerate(OBEYED)}
+    for name, schema in schemas.items():
+        pair.add(request(name, "json_schema", json.dumps(schema), seed=int(name)))
+    pair.add(request("object", "json_object"))
+    schemas["object"] = {"type": "object"}
+    refused, deadline_s = set[str](), time.monotonic() + DEADLINE_S
+    while len(refused) + len(pair.completion.ended - refused) < len(schemas):
+        assert time.monotonic() < deadline_s
+        pair.turn()
+        refused |= {name for name, a in pair.prompt.answers.items() if a.end and a.end.failure}
+    assert len(refused) <= 2, "known to the grammar library but for their content"
+    ends = {name: pair.answer(name).end for name in schemas.keys() - refused}
+    finished = [name for name, end in ends.items() if end is not None and end.finish_reason == "stop"]
+    assert len(finished) > 0.8 * len(schemas)
+    for name in finished:
+        answer = json.loads(text_of(pair.answer(name).token_ids))
+        assert jsonschema_rs.Draft202012Validator(schemas[name]).is_valid(answer), (schemas[name], answer)
+
+
+def test_no_instance_that_a_schema_forbids_is_accepted(grammars: Grammars) -> None:
+    from xgrammar import GrammarMatcher
+
+    num_checked = 0
+    for group in OBEYED:
+        future = grammars.compile(
+            StructuredOutput(kind="json_schema", value=json.dumps(group["schema"], ensure_ascii=False))
+        )
+        if future.exception() is not None:
+            continue
+        for test in group["tests"]:
+            matcher = GrammarMatcher(future.result(), terminate_without_stop_token=True)
+            text = json.dumps(test["data"], ensure_ascii=False)
+            if matcher.accept_string(text) and matcher.is_completed():
+                assert test["valid"], (group["description"], text)
+                num_checked += 1
+    assert num_checked > 50
+
+
+@pytest.mark.parametrize("group", REFUSED, ids=lambda group: f"{group['file']}, {group['description']}"[:50])
+def test_a_schema_that_cannot_be_obeyed_is_refused_by_its_place(group: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedSchema, match=r"^#.*: "):
+        narrowed_schema(json.dumps(group["schema"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("json_schema", '{"type": "object"', "not JSON"),
+        ("json_schema", "[]", "a schema is an object"),
+        ("json_schema", '{"contains": {}}', "#: the keyword 'contains' is not supported"),
+        ("json_schema", '{"enum": []}', "enum"),
+        ("regex", "(ab", "json|regex|parenthes"),
+        ("choice", "[]", "JSON list"),
+        ("choice", "yes", "not JSON"),
+        ("ebnf", 'rule ::= "a"', "root"),
+    ],
+)
+def test_what_is_no_structure_is_refused_with_a_400(
+    model: TinyModel, grammars: Grammars, kind: StructureKind, value: str, reason: str
+) -> None:
+    engine = normal_engine(model.runner(16), grammars=grammars)
+    run(engine, request("a", kind, value))
+    end = engine.answers["a"].end
+    assert end is not None
+    assert end.failure is not None
+    assert end.failure.status == 400
+    assert re.search(reason, end.failure.error.message, re.IGNORECASE), end.failure.error.message
+
+
+def test_a_prompt_in_front_of_a_new_grammar_does_not_wait_for_it(
+    model: TinyModel, grammars: Grammars
+) -> None:
+    """Requests without a structure are served while one compiles; a client that leaves is forgotten."""
+    engine = normal_engine(model.runner(64), grammars=grammars)
+    big = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "number"} for i in range(300)}})
+    engine.engine.add(request("slow", "json_schema", big))
+    engine.engine.abort("slow")
+    plain = AddRequest(request_id="b", prompt_token_ids=(5,), sampling=SamplingParams(max_tokens=3))
+    run(engine, plain)
+    run(engine, request("c", "choice", '["ab"]'))
+    assert "slow" not in engine.answers
+    assert text_of(engine.answers["c"].token_ids) == "ab"
+
+
+def test_a_token_that_the_grammar_does_not_allow_fails_the_request(
+    model: TinyModel, grammars: Grammars
+) -> None:
+    """As when a prompt engine that knows no grammar hands over a first token."""
+    engine = normal_engine(model.runner(64), grammars=grammars)
+    message = request("a", "choice", '["ab"]')
+    engine.engine.add(message)
+    while engine.scheduler.get("a") is None:
+        engine.turn()
+    sequence = engine.scheduler.get("a")
+    assert isinstance(sequence, Sequence)
+    sequence.append_token(9)
+    while not engine.has_ended("a"):
+        engine.turn()
+    assert sequence.status is SequenceStatus.FINISHED_SO_FAILED
+    end = engine.answers["a"].end
+    assert end is not None
+    assert end.finish_reason == "structured_output_failed"
+    assert engine.is_drained
+
+
+def test_a_sequence_with_a_structure_is_ended_rather_than_computed_again(
+    model: TinyModel, grammars: Grammars
+) -> None:
+    engine = normal_engine(model.runner(9), grammars=grammars, stop_preempted_request=False)
+    grammars.matcher(StructuredOutput(kind="regex", value="(ab|cd){30}"))
+    both = [request(name, "regex", "(ab|cd){30}", max_tokens=24) for name in "ab"]
+    run(engine, *both)
+    reasons = [answer.end.finish_reason for answer in engine.answers.values() if answer.end]
+    assert sorted(map(str, reasons)) == ["insufficient_system_resource", "length"]
+
+
+def test_grammars_are_kept_and_the_oldest_go(grammars: Grammars) -> None:
+    def structure(i: int) -> StructuredOutput:
+        return StructuredOutput(kind="choice", value=json.dumps([f"kept {i}"]))
+
+    first = grammars.compile(structure(0))
+    assert grammars.compile(structure(0)) is first
+    for i in range(1, NUM_KEPT + 1):
+        grammars.compile(structure(i))
+    assert grammars.compile(structure(0)) is not first
+    with pytest.raises(GrammarError):
+        grammars.matcher(StructuredOutput(kind="choice", value="[]"))
