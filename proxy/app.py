@@ -20,11 +20,12 @@ from proxy.errors import UnknownModel
 from proxy.generation_apis import APIS
 from proxy.json_endpoint import JsonEndpoint
 from proxy.legs import EngineCalls, LegTimeouts
+from proxy.loads import EngineLoads
 from proxy.metrics import ProxyMetrics
 from proxy.openai_responses import model_list, model_object
 from proxy.openapi import openapi_document
 from proxy.operation_routes import add_operations, json_response
-from proxy.pairing import RoundRobin
+from proxy.pairing import PairingRules
 from proxy.preparation import Preparation
 from proxy.request_ids import RequestIds
 from proxy.responses_api.answer import RESPONSES
@@ -93,14 +94,22 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
         on_silent=waits.give_up,
         on_ejected=lambda engine: metrics.ejections.labels(engine.role).inc(),
     )
-    routes = Routes(directory, RoundRobin())
+    rules = PairingRules(
+        prompt=settings.prompt_policy,
+        completion=settings.completion_policy,
+        normal=settings.normal_policy,
+        zone=settings.zone,
+        normal_max_new_tokens=settings.normal_max_new_tokens,
+    )
+    loads = EngineLoads()
+    routes = Routes(directory, loads, rules)
     return ProxyServices(
         settings=settings,
         text=text,
         directory=directory,
         routes=routes,
         preparation=Preparation(text, (text.name, settings.model), routes),
-        calls=EngineCalls(http, timeouts, waits, directory.answered),
+        calls=EngineCalls(http, timeouts, waits, loads, directory.answered),
         metrics=metrics,
         draining=Draining(),
     )

@@ -165,7 +165,8 @@ class _Exchange:
         services = self._services
         kind = "true" if request.stream else "false"
         with services.draining.admit(), services.metrics.open_requests.labels(kind).track_inprogress():
-            prepared = await services.preparation.prepare(request)
+            session = self._client.header("x-session-id")
+            prepared = await services.preparation.prepare(request, session)
             self._record_routes(prepared)
             answer = self._answer = self._api.answer(request, self._answer_context())
             self._prompts = self._with_choices(request, prepared, answer)

@@ -24,6 +24,7 @@ from proxy.errors import (
     refused_at_once,
 )
 from proxy.event_stream import EventStreamParser, EventStreamTooLong
+from proxy.loads import STREAM_TOKENS, EngineLoads
 from proxy.token_batch import TokenBatch
 from wire.json_body import to_json
 from wire.services import (
@@ -69,12 +70,14 @@ class EngineCalls:
         http: httpx.AsyncClient,
         timeouts: LegTimeouts,
         waits: EngineWaits,
+        loads: EngineLoads,
         answered: Callable[[Engine], None],
     ) -> None:
         """`answered` is to be called when an engine has given its first token of a request."""
         self._http = http
         self.timeouts = timeouts
         self.waits = waits
+        self.loads = loads
         self.answered = answered
         self._httpx_timeout = httpx.Timeout(None, connect=timeouts.connect_s)
         self._withdrawals: set[asyncio.Task[None]] = set()
@@ -86,8 +89,9 @@ class EngineCalls:
     async def prompt(self, engine: Engine, request: PromptRequest) -> PromptResponse:
         """The first token of every choice; cancelling the call aborts the prompt."""
         timeout_s = self.timeouts.first_byte_s
-        async with self._open(engine, "/v1/prompt", request, timeout_s) as response:
-            content = await self.waits.within(timeout_s, engine, response.aread())
+        with self.loads.on(engine, len(request.prompt_token_ids)):
+            async with self._open(engine, "/v1/prompt", request, timeout_s) as response:
+                content = await self.waits.within(timeout_s, engine, response.aread())
         try:
             answer = _prompt_decoder.decode(content)
         except msgspec.MsgspecError as error:
@@ -122,12 +126,14 @@ class EngineCalls:
         self, engine: Engine, request: CompletionRequest, timeout_s: float | None
     ) -> AsyncIterator["CompletionLeg"]:
         """A completion stream, accepted within `timeout_s`; leaving the context before its end aborts it."""
-        async with self._open(engine, "/v1/completion", request, timeout_s) as response:
-            leg = CompletionLeg(engine, response, self.waits)
-            try:
-                yield leg
-            finally:
-                await leg.close()
+        num_tokens = len(request.prompt_token_ids) + STREAM_TOKENS * request.num_completions
+        with self.loads.on(engine, num_tokens):
+            async with self._open(engine, "/v1/completion", request, timeout_s) as response:
+                leg = CompletionLeg(engine, response, self.waits)
+                try:
+                    yield leg
+                finally:
+                    await leg.close()
 
     @asynccontextmanager
     async def _open(

@@ -49,6 +49,9 @@ class RouteSource(Protocol):
     def any(self, work: PromptWork) -> Route | None:
         """A route for `work`, whatever has failed it."""
 
+    def computed(self, route: Route, token_ids: Sequence[int]) -> None:
+        """The route has generated all of these tokens that are not its prompt."""
+
     async def wait_for_change(self) -> None:
         """Return when some engine has come, gone or changed."""
 
@@ -102,6 +105,7 @@ class PromptRun:
                 route = attempts.retry(work)
                 attempt = attempts.renamed(work)
             else:
+                self.routes.computed(route, [*work.prompt_token_ids, *choices[0].token_ids])
                 return
         await self._migrate(attempts, work, choices)
 
@@ -129,6 +133,8 @@ class PromptRun:
                 if len(choice.token_ids) > num_before:
                     attempts.begin_wait()
                 attempts.failed(failure, route)
+            else:
+                self.routes.computed(route, [*work.prompt_token_ids, *choice.token_ids])
 
 
 class _Attempts:

@@ -1,10 +1,10 @@
 """Which engines serve a request: pure functions over a snapshot of the fleet."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from proxy.engines import Engine, FleetSnapshot
+from proxy.role_policies import POLICIES, Ask, Candidate, PolicyName
 from wire.services import EngineInfo
 
 
@@ -34,33 +34,76 @@ class Single:
 Route = Pair | Single
 
 
-class PairingPolicy(Protocol):
-    def choose(self, fleet: FleetSnapshot) -> Route | None:
-        """The route of the next request; None when nothing could serve it."""
-        ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairingRules:
+    """A policy for each role, and what comes before it."""
+
+    prompt: PolicyName = "prefix"
+    completion: PolicyName = "prefix"
+    normal: PolicyName = "round_robin"
+    zone: str | None = None
+    """This proxy's: prompt and NORMAL engines of the same zone come first."""
+    normal_max_new_tokens: int | None = None
+    """A prompt with at most so many tokens to compute goes to a NORMAL engine, if there is one."""
 
 
-class RoundRobin:
-    """Takes prompt and completion engines in turn; NORMAL engines only where no pair is left."""
+ROUND_ROBIN = PairingRules(prompt="round_robin", completion="round_robin")
 
-    def __init__(self) -> None:
-        self._turn = 0
 
-    def choose(self, fleet: FleetSnapshot) -> Route | None:
-        turn, self._turn = self._turn, self._turn + 1
-        return route_at(fleet, turn)
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What this proxy knows of engines beside what they say themselves, by URL."""
+
+    num_queued_tokens: Mapping[str, int] = field(default_factory=dict)
+    num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Of the prompt in question."""
+
+    def candidates(self, engines: Iterable[Engine]) -> list[Candidate]:
+        queued, cached = self.num_queued_tokens, self.num_cached_tokens
+        return [Candidate(e, queued.get(e.url, 0), cached.get(e.url, 0)) for e in engines]
+
+
+def choose_route(
+    fleet: FleetSnapshot, ask: Ask, rules: PairingRules, known: Knowledge = Knowledge()
+) -> Route | None:
+    """The route of a prompt; None when nothing could serve it.
+
+    NORMAL engines serve short and mostly cached prompts, if the rules say so, and all where no pair is left.
+    """
+    completions = fleet.routable("completion")
+    prompts = [engine for engine in fleet.routable("prompt") if _partners(engine, completions)]
+    normals = fleet.routable("normal")
+    if normals:
+        candidates = known.candidates(_in_zone(normals, rules.zone))
+        normal = POLICIES[rules.normal](candidates, ask)
+        if not prompts or _is_short(ask.num_prompt_tokens - normal.num_cached_tokens, rules):
+            return Single(normal.engine)
+    return _choose_pair(prompts, completions, ask, rules, known) if prompts else None
 
 
 def route_at(fleet: FleetSnapshot, turn: int) -> Route | None:
-    """The route of request number `turn`, counting from 0."""
-    completions = fleet.routable("completion")
-    prompts = [engine for engine in fleet.routable("prompt") if _partners(engine, completions)]
-    if prompts:
-        prompt = prompts[turn % len(prompts)]
-        partners = _partners(prompt, completions)
-        return Pair(prompt, partners[turn // len(prompts) % len(partners)])
-    normals = fleet.routable("normal")
-    return Single(normals[turn % len(normals)]) if normals else None
+    """The route of request number `turn`, counting from 0, where all engines take turns."""
+    return choose_route(fleet, Ask(turn=turn), ROUND_ROBIN)
+
+
+def _choose_pair(
+    prompts: Sequence[Engine], completions: Sequence[Engine], ask: Ask, rules: PairingRules, known: Knowledge
+) -> Pair:
+    """The completion engine comes from the prompt engine's zone where it has one there: KV moves between."""
+    near = _in_zone(prompts, rules.zone)
+    prompt = POLICIES[rules.prompt](known.candidates(near), ask).engine
+    partners = _in_zone(_partners(prompt, completions), _info(prompt).zone)
+    ask = replace(ask, turn=ask.turn // len(near))
+    return Pair(prompt, POLICIES[rules.completion](known.candidates(partners), ask).engine)
+
+
+def _is_short(num_new_tokens: int, rules: PairingRules) -> bool:
+    return rules.normal_max_new_tokens is not None and num_new_tokens <= rules.normal_max_new_tokens
+
+
+def _in_zone(engines: Sequence[Engine], zone: str | None) -> Sequence[Engine]:
+    """Those of the zone; all where there are none, or where it is not known."""
+    return [engine for engine in engines if zone is not None and _info(engine).zone == zone] or engines
 
 
 def explain_missing_route(fleet: FleetSnapshot) -> str:

@@ -50,8 +50,13 @@ class Preparation:
         self._model_names = frozenset(model_names)
         self._routes = routes
 
-    async def prepare(self, request: ChatRequest | TextRequest) -> list[PreparedPrompt]:
-        """One entry per prompt; raises `BadRequest` naming the field, or `NotServing`."""
+    async def prepare(
+        self, request: ChatRequest | TextRequest, session: str | None = None
+    ) -> list[PreparedPrompt]:
+        """One entry per prompt; raises `BadRequest` naming the field, or `NotServing`.
+
+        `session`: requests that bear the same one may be sent to the same engines.
+        """
         if request.model not in self._model_names:
             raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
         max_tokens = longest_model_len(self._routes.snapshot())
@@ -59,7 +64,7 @@ class Preparation:
             raise self._not_serving()
         sampling = _sampling(request, self._text.vocab_size)
         prompts = await self._rendered(request, max_tokens)
-        return [self._prepare_prompt(request, prompt, sampling) for prompt in prompts]
+        return [self._prepare_prompt(request, prompt, sampling, session) for prompt in prompts]
 
     def _not_serving(self) -> NotServing:
         reason = explain_missing_route(self._routes.snapshot())
@@ -107,11 +112,16 @@ class Preparation:
         return tuple(token_ids)
 
     def _prepare_prompt(
-        self, request: ChatRequest | TextRequest, rendered: _Rendered, sampling: SamplingParams
+        self,
+        request: ChatRequest | TextRequest,
+        rendered: _Rendered,
+        sampling: SamplingParams,
+        session: str | None,
     ) -> PreparedPrompt:
         if not rendered.token_ids:
             raise BadRequest("the prompt is empty", param=request.prompt_field, code="invalid_value")
-        route = self._routes.first()
+        num_tokens = len(rendered.token_ids) + (request.asked_max_tokens[1] or 1)
+        route = self._routes.first(rendered.token_ids, num_tokens, session)
         if route is None:
             raise self._not_serving()
         max_tokens = _max_tokens(request, len(rendered.token_ids), route)

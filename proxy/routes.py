@@ -1,32 +1,49 @@
-"""Finds engines for prompts: the policy's choice among those that are fit now."""
+"""Finds engines for prompts among those that are fit now, and tells the directory how they did."""
 
-from proxy.engines import EngineDirectory, EngineStart, FleetSnapshot
+import random
+from collections.abc import Sequence
+
+from proxy.engines import Engine, EngineDirectory, EngineStart, FleetSnapshot
 from proxy.errors import EngineFailure, EngineUnreachable
-from proxy.pairing import PairingPolicy, Route
+from proxy.loads import EngineLoads
+from proxy.pairing import Knowledge, PairingRules, Route, choose_route
+from proxy.prefix_index import PrefixIndex
 from proxy.request_flow import PromptWork
+from proxy.role_policies import Ask
 
 
 class Routes:
-    """Asks the pairing policy about the directory's newest snapshot."""
+    """Puts together what a choice depends on, and remembers what was chosen."""
 
-    def __init__(self, directory: EngineDirectory, policy: PairingPolicy) -> None:
+    def __init__(self, directory: EngineDirectory, loads: EngineLoads, rules: PairingRules) -> None:
         self._directory = directory
-        self._policy = policy
+        self._loads = loads
+        self._rules = rules
+        self._prefixes = PrefixIndex()
+        self._turn = 0
+        self._chance = random.Random()
 
     def snapshot(self) -> FleetSnapshot:
         return self._directory.snapshot()
 
-    def first(self) -> Route | None:
-        """The route of a new prompt; whether the prompt fits is the caller's to check."""
-        return self._choose(self.snapshot())
+    def first(self, prompt_token_ids: Sequence[int], num_tokens: int, session: str | None) -> Route | None:
+        """The route of a new prompt, if there is one among engines that take `num_tokens`, or any."""
+        fleet = self.snapshot()
+        route = self._choose(fleet.taking(num_tokens), prompt_token_ids, session)
+        return route or self._choose(fleet, prompt_token_ids, session)
 
     def fresh(self, work: PromptWork, failed: frozenset[EngineStart]) -> Route | None:
         """A route that takes all of `work`, without the engines that have failed it."""
-        return self._choose(self.snapshot().without(failed).taking(work.num_tokens_at_end))
+        fleet = self.snapshot().without(failed).taking(work.num_tokens_at_end)
+        return self._choose(fleet, work.prompt_token_ids, None)
 
     def any(self, work: PromptWork) -> Route | None:
         """A route that takes all of `work`."""
         return self.fresh(work, frozenset())
+
+    def computed(self, route: Route, token_ids: Sequence[int]) -> None:
+        """The engine that decoded has a whole prompt and its completion cached now."""
+        self._remember(token_ids, (route.engines[-1],))
 
     async def wait_for_change(self) -> None:
         await self._directory.wait_for_change()
@@ -47,8 +64,41 @@ class Routes:
             for engine in route.engines if failure.is_of_handover else (failed,):
                 directory.failed(engine)
 
-    def _choose(self, fleet: FleetSnapshot) -> Route | None:
-        route = self._policy.choose(fleet)
-        for engine in () if route is None else route.engines:
-            self._directory.assigned(engine)
+    def _choose(
+        self, fleet: FleetSnapshot, prompt_token_ids: Sequence[int], session: str | None
+    ) -> Route | None:
+        turn, self._turn = self._turn, self._turn + 1
+        ask = Ask(
+            turn=turn,
+            draws=(self._chance.random(), self._chance.random()),
+            num_prompt_tokens=len(prompt_token_ids),
+            session=session,
+        )
+        cached = self._cached(fleet, prompt_token_ids)
+        route = choose_route(fleet, ask, self._rules, Knowledge(self._loads.num_queued_tokens, cached))
+        if route is not None:
+            for engine in route.engines:
+                self._directory.assigned(engine)
+            self._remember(prompt_token_ids, route.engines)
         return route
+
+    def _cached(self, fleet: FleetSnapshot, token_ids: Sequence[int]) -> dict[str, int]:
+        """By URL; only tokens that need not be computed: the last one always is."""
+        cached: dict[str, int] = {}
+        for block_size, engines in _by_block_size(fleet.engines).items():
+            starts = [engine.start for engine in engines]
+            found = self._prefixes.num_cached(token_ids[:-1], block_size, starts)
+            cached |= {start.url: num_tokens for start, num_tokens in found.items()}
+        return cached
+
+    def _remember(self, token_ids: Sequence[int], engines: Sequence[Engine]) -> None:
+        for block_size, some in _by_block_size(engines).items():
+            self._prefixes.insert(token_ids, block_size, [engine.start for engine in some])
+
+
+def _by_block_size(engines: Sequence[Engine]) -> dict[int, list[Engine]]:
+    groups: dict[int, list[Engine]] = {}
+    for engine in engines:
+        if engine.info is not None:
+            groups.setdefault(engine.info.block_size, []).append(engine)
+    return groups

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from proxy.role_policies import PolicyName
 from settings.loading import ProcessSettings
 
 Urls = Annotated[tuple[str, ...], NoDecode]
@@ -31,6 +32,17 @@ class ProxySettings(ProcessSettings):
     completion_url: Urls = Field((), description="base URL of a completion service; repeatable")
     normal_url: Urls = Field((), description="base URL of a NORMAL engine's service; repeatable")
     refresh_s: float = Field(1.0, gt=0, description="how often each engine is asked who and how it is")
+
+    prompt_policy: PolicyName = Field("prefix", description="how a prompt engine is chosen")
+    completion_policy: PolicyName = Field("prefix", description="how a completion engine is chosen")
+    normal_policy: PolicyName = Field("round_robin", description="how a NORMAL engine is chosen")
+    zone: str | None = Field(None, description="engines of this zone come first; see the services' --zone")
+    normal_max_new_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="prompts with at most so many tokens to compute go to NORMAL engines; default: none do "
+        "while there is a pair",
+    )
 
     max_body_bytes: int = Field(8 << 20, gt=0, description="larger request bodies are refused with 413")
     body_timeout_s: float = Field(30.0, gt=0, description="how long a client may take to send its body")

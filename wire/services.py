@@ -193,4 +193,6 @@ class EngineInfo:
     block_size: int
     num_usable_blocks: int
     num_free_blocks: int
+    zone: str | None = None
+    """Where the engine is: blocks move faster within a zone."""
     version: str

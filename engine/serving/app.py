@@ -70,6 +70,7 @@ def engine_info(role: EngineRole, supervisor: EngineSupervisor) -> EngineInfo:
         block_size=config.block_size,
         num_usable_blocks=stats.num_usable_blocks,
         num_free_blocks=stats.num_free_blocks,
+        zone=supervisor.zone,
         version=version("tandem-serve"),
     )
 

@@ -40,6 +40,7 @@ class EngineServiceSettings(ProcessSettings):
     port: int = Field(7001, ge=0, le=65535, description="port of the HTTP server; 0 takes a free one")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     grace_s: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
+    zone: str | None = Field(None, description="where this is; proxies pair engines of one zone first")
     max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused with 413")
 
     model: str = Field(

@@ -62,6 +62,10 @@ class EngineSupervisor:
         """Why the engine ends, where its exit code does not say."""
 
     @property
+    def zone(self) -> str | None:
+        return self._settings.zone
+
+    @property
     def link(self) -> EngineLink:
         """The link to a ready engine; raises `EngineUnavailable` in any other state."""
         if self._link is None or self.state != "ready":

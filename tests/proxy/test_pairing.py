@@ -3,18 +3,24 @@ from dataclasses import replace
 
 from proxy.engines import Engine, FleetSnapshot
 from proxy.pairing import (
+    Knowledge,
     Pair,
-    RoundRobin,
+    PairingRules,
+    Route,
     Single,
+    choose_route,
     explain_missing_route,
     max_model_len,
     max_pool_tokens,
     route_at,
 )
+from proxy.role_policies import Ask
 from wire.services import EngineInfo, EngineRole
 
 
-def engine(role: EngineRole, name: str, *, hash: str = "h", is_ready: bool = True) -> Engine:
+def engine(
+    role: EngineRole, name: str, *, hash: str = "h", is_ready: bool = True, zone: str | None = None
+) -> Engine:
     info = EngineInfo(
         role=role,
         engine_id=name,
@@ -28,6 +34,7 @@ def engine(role: EngineRole, name: str, *, hash: str = "h", is_ready: bool = Tru
         block_size=4,
         num_usable_blocks=20,
         num_free_blocks=20,
+        zone=zone,
         version="0",
     )
     return Engine(
@@ -37,12 +44,13 @@ def engine(role: EngineRole, name: str, *, hash: str = "h", is_ready: bool = Tru
 
 def names(fleet: FleetSnapshot, num_requests: int) -> list[tuple[str, ...]]:
     """The engines of successive requests."""
-    policy, routes = RoundRobin(), []
-    for _ in range(num_requests):
-        route = policy.choose(fleet)
-        assert route is not None
-        routes.append(tuple(engine.url.removeprefix("http://") for engine in route.engines))
-    return routes
+    routes = [route_at(fleet, turn) for turn in range(num_requests)]
+    return [urls(route) for route in routes]
+
+
+def urls(route: Route | None) -> tuple[str, ...]:
+    assert route is not None
+    return tuple(engine.url.removeprefix("http://") for engine in route.engines)
 
 
 def fleet(*engines: Engine) -> FleetSnapshot:
@@ -101,3 +109,45 @@ def test_limits_are_those_of_the_smaller_engine_and_of_the_decoding_pool() -> No
     short = replace(prompt, info=replace(prompt.info, max_model_len=50, num_usable_blocks=1))
     assert max_model_len(Pair(short, completion)) == 50
     assert max_pool_tokens(Pair(short, completion)) == 80
+
+
+TWO_BY_TWO = fleet(
+    *(engine("prompt", p) for p in ("p1", "p2")), *(engine("completion", d) for d in ("d1", "d2"))
+)
+
+
+def test_each_role_goes_to_where_its_prefix_is_cached() -> None:
+    known = Knowledge(num_cached_tokens={"http://p2": 64, "http://d1": 32})
+    ask = Ask(num_prompt_tokens=80)
+    assert urls(choose_route(TWO_BY_TWO, ask, PairingRules(), known)) == ("p2", "d1")
+
+
+def test_a_queue_longer_than_what_the_cache_saves_sends_the_prompt_elsewhere() -> None:
+    known = Knowledge(num_queued_tokens={"http://p2": 70}, num_cached_tokens={"http://p2": 64})
+    assert urls(choose_route(TWO_BY_TWO, Ask(num_prompt_tokens=80), PairingRules(), known))[0] == "p1"
+
+
+def test_a_proxy_prefers_its_zone_and_pairs_within_it() -> None:
+    zones = fleet(
+        engine("prompt", "p-a", zone="a"),
+        engine("prompt", "p-b", zone="b"),
+        engine("completion", "d-a", zone="a"),
+        engine("completion", "d-b", zone="b"),
+    )
+    assert {urls(choose_route(zones, Ask(turn=turn), PairingRules(zone="b"))) for turn in range(4)} == {
+        ("p-b", "d-b")
+    }
+    assert {urls(choose_route(zones, Ask(turn=turn), PairingRules())) for turn in range(4)} == {
+        ("p-a", "d-a"),
+        ("p-b", "d-b"),
+    }
+    assert urls(choose_route(zones, Ask(), PairingRules(zone="c"))) == ("p-a", "d-a")
+
+
+def test_short_and_mostly_cached_prompts_go_to_a_normal_engine() -> None:
+    both, rules = fleet(*TWO_BY_TWO.engines, engine("normal", "n")), PairingRules(normal_max_new_tokens=16)
+    assert urls(choose_route(both, Ask(num_prompt_tokens=16), rules)) == ("n",)
+    assert len(urls(choose_route(both, Ask(num_prompt_tokens=17), rules))) == 2
+    known = Knowledge(num_cached_tokens={"http://n": 64})
+    assert urls(choose_route(both, Ask(num_prompt_tokens=80), rules, known)) == ("n",)
+    assert len(urls(choose_route(both, Ask(num_prompt_tokens=1), PairingRules()))) == 2

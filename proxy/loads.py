@@ -1,0 +1,33 @@
+"""How much this proxy has given each engine to do."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from proxy.engines import Engine
+
+STREAM_TOKENS = 64
+"""What a stream weighs at the engine that decodes it, beside the tokens it brings along."""
+
+
+class EngineLoads:
+    """Tokens of open legs by engine; owned by those who make the calls."""
+
+    def __init__(self) -> None:
+        self._tokens: Counter[str] = Counter()
+
+    @property
+    def num_queued_tokens(self) -> Mapping[str, int]:
+        return self._tokens
+
+    @contextmanager
+    def on(self, engine: Engine, num_tokens: int) -> Iterator[None]:
+        self._tokens[engine.url] += num_tokens
+        try:
+            yield
+        finally:
+            self._tokens[engine.url] -= num_tokens
+
+    def check_invariants(self) -> None:
+        """Once nothing is open, nothing is counted."""
+        assert not any(self._tokens.values()), self._tokens

@@ -1,0 +1,42 @@
+"""Pairing as a client meets it."""
+
+from collections import Counter
+
+from tests.proxy.builders import Answering, stack
+from tests.proxy.mock_engines import MockEngine
+
+
+def fleet() -> list[MockEngine]:
+    answering = Answering("answered", finish_reason="length")
+    prompts = [MockEngine("prompt", answering.prompt) for _ in range(2)]
+    return [*prompts, *(MockEngine("completion", answering.completion) for _ in range(3))]
+
+
+async def test_a_chats_next_turn_meets_the_engines_that_have_its_last_one() -> None:
+    async with stack(*fleet()) as running:
+        for chat in ("one chat: ", "another: ", "a third: "):
+            prompt = chat + "x" * 40
+            for _ in range(4):
+                text = (await running.complete(prompt=prompt)).json()["choices"][0]["text"]
+                prompt += text + " and then? "
+        calls_by_chat = [
+            Counter(call.completion_request.prompt_token_ids[:4] for call in engine.calls)
+            for engine in running.engines
+        ]
+    assert {count for calls in calls_by_chat for count in calls.values()} == {4}, "a chat has changed engines"
+
+
+async def test_a_session_keeps_its_engines_under_the_session_policy() -> None:
+    async with stack(*fleet(), prompt_policy="session", completion_policy="session") as running:
+        for number in range(6):
+            headers = {"x-session-id": "me"}
+            body = {"model": "tiny", "prompt": f"{number}"}
+            await running.client.post("/v1/completions", json=body, headers=headers)
+        assert sorted(len(engine.calls) for engine in running.engines) == [0, 0, 0, 6, 6]
+
+
+async def test_nothing_is_counted_as_queued_once_all_is_answered() -> None:
+    async with stack(*fleet()) as running:
+        for number in range(6):
+            await running.complete(prompt=f"prompt {number}", n=1)
+        running.services.calls.loads.check_invariants()
