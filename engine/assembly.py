@@ -216,7 +216,8 @@ def build_role(
 def regions_of(runner: Runner) -> list[Region]:
     """The memory that a hand-over moves: blocks, and a row of the state pool where there is one."""
     pool, states = runner.kv_pool, runner.states
-    regions = [Region("kv", pool.address, pool.block_bytes, pool.num_blocks)]
+    layers = pool.layout.num_layers
+    regions = [Region("kv", pool.address, pool.block_bytes, pool.num_blocks, num_parts=layers)]
     if states is not None:
         regions.append(Region("state", states.address, states.row_bytes, states.num_slots))
     return regions

@@ -62,8 +62,9 @@ class KVLayout:
         return self.num_layers * self.block_size * self.token_width * _FLOAT32_BYTES
 
     def __str__(self) -> str:
-        """Equal texts mean exchangeable blocks."""
-        return f"float32[{','.join(map(str, self.block_shape))}]"
+        """Equal texts mean exchangeable blocks, but for their size."""
+        num_layers, _, *numbers = self.block_shape
+        return f"float32[{','.join(map(str, (num_layers, 'block_size', *numbers)))}]"
 
 
 class KVPool:

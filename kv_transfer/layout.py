@@ -29,6 +29,8 @@ class Region:
     address: int
     block_bytes: int
     num_blocks: int
+    num_parts: int = 1
+    """Contiguous parts of a block, each with all its tokens in order: the layers of a KV block."""
 
     def __post_init__(self) -> None:
         if self.address <= 0 or self.block_bytes < 1 or self.num_blocks < 1:
@@ -49,7 +51,8 @@ class Identity:
     engine_id: str
     epoch: int
     compatibility: Mapping[str, str] = field(default_factory=dict)
-    """Must hold `block_size`, the number of tokens in one block."""
+    """Must hold `block_size`, the number of tokens in one block. It may differ: one side's must be a multiple
+    of the other's."""
 
     def __post_init__(self) -> None:
         if not self.compatibility.get("block_size", "").isdecimal() or self.block_size < 1:
@@ -67,10 +70,13 @@ class Identity:
         return compatibility_hash(self.compatibility)
 
 
+BLOCK_SIZE = "block_size"
+
+
 def compatibility_hash(fields: Mapping[str, str]) -> str:
-    """Hash over all fields, independent of their order; equal hashes mean the engines may be paired."""
+    """Hash over all fields but the block size, independent of their order; equal ones may be paired."""
     digest = hashlib.sha256()
-    for name in sorted(fields):
+    for name in sorted(fields.keys() - {BLOCK_SIZE}):
         for text in (name, fields[name]):
             data = text.encode()
             digest.update(len(data).to_bytes(4, "big") + data)
@@ -78,12 +84,19 @@ def compatibility_hash(fields: Mapping[str, str]) -> str:
 
 
 def first_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """`(field, our value, their value)` of the first field in alphabetical order that differs."""
+    """`(field, our value, their value)` of the first field in alphabetical order that forbids a hand-over."""
     for name in sorted(ours.keys() | theirs.keys()):
         mine, other = ours.get(name, ABSENT), theirs.get(name, ABSENT)
-        if mine != other:
+        if mine != other and not (name == BLOCK_SIZE and _divide_each_other(mine, other)):
             return name, mine, other
     return None
+
+
+def _divide_each_other(left: str, right: str) -> bool:
+    if not (left.isdecimal() and right.isdecimal()):
+        return False
+    smaller, larger = sorted((int(left), int(right)))
+    return smaller > 0 and larger % smaller == 0
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

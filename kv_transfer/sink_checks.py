@@ -6,17 +6,21 @@ import numpy as np
 
 from kv_transfer.errors import LayoutError
 from kv_transfer.layout import BlockIds, Region, RegionKind, check_block_ids
-from kv_transfer.messages import Ending, Introduction
+from kv_transfer.messages import Ending, Introduction, RegionInfo
 from kv_transfer.sink_handover import Destination
 from kv_transfer.transport import BlockRead
+from kv_transfer.units import Units
 
 
 def difference_to(
     message: Introduction, engine_id: str, transport: str, regions: Sequence[Region]
 ) -> tuple[str, str, str] | None:
-    """`(field, their value, our value)` of the first thing that forbids reading from this source."""
-    ours = ", ".join(f"{region.kind} of {region.block_bytes} bytes" for region in regions)
-    theirs = ", ".join(f"{info.kind} of {info.block_bytes} bytes" for info in message.regions)
+    """`(field, their value, our value)` of the first thing that forbids reading from this source.
+
+    KV blocks may be of other sizes; whether they fit is for `units_of` to say.
+    """
+    ours = ", ".join(_row(region) for region in regions)
+    theirs = ", ".join(_row(info) for info in message.regions)
     if any(info.num_blocks < 1 or info.block_bytes < 1 for info in message.regions):
         theirs = "an empty region"
     for name, their_value, our_value in (
@@ -27,6 +31,10 @@ def difference_to(
         if their_value != our_value:
             return name, their_value, our_value
     return None
+
+
+def _row(region: Region | RegionInfo) -> str:
+    return "kv" if region.kind == "kv" else f"{region.kind} of {region.block_bytes} bytes"
 
 
 def region_index(regions: Sequence[Region], kind: RegionKind) -> int:
@@ -82,18 +90,21 @@ def check_destination(destination: Destination, num_blocks: int, regions: Sequen
 def plan_reads(
     remote_ids: BlockIds,
     destination: Destination,
-    num_posted: int,
+    new_units: range,
     ending: Ending | None,
+    units: Units,
     regions: Sequence[Region],
 ) -> list[BlockRead]:
-    """The reads that bring what is known from block `num_posted` on, and at the end the state row.
+    """The reads that bring the units of tokens `new_units`, and at the end the state row.
 
     `LayoutError` if only one side has a state row.
     """
-    local_ids = destination.block_ids[num_posted - destination.first_block :]
-    remote_ids = remote_ids[num_posted:]
-    local_ids = local_ids[: remote_ids.size]
-    reads = [BlockRead(region_index(regions, "kv"), remote_ids, local_ids)] if remote_ids.size else []
+    first, end = new_units.start, new_units.stop
+    reads = []
+    if new_units:
+        remote = units.remote_pieces(remote_ids, first, end)
+        local = units.local_pieces(destination.block_ids, first, end, destination.first_block)
+        reads.append(BlockRead(region_index(regions, "kv"), remote, local))
     if ending is None:
         return reads
     if (destination.state_slot is None) != (ending.state_slot is None):

@@ -53,7 +53,7 @@ class Handover:
     generation: int = 0
     """0 until granted."""
     lease_until_s: float = 0.0
-    num_blocks: int = 0
+    num_tokens: int = 0
     """Of the whole prompt."""
     remote_ids: BlockIds = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Of the blocks that are computed, as far as we were told."""
@@ -61,8 +61,8 @@ class Handover:
     ended_s: float = 0.0
     """When `ending` came."""
     destination: Destination | None = None
-    num_posted: int = 0
-    """Blocks that are being read, were read, or were here before."""
+    num_posted_units: int = 0
+    """Units of tokens that are being read, were read, or were here before."""
     num_bytes: int = 0
     """Of all reads so far."""
     read_ids: set[int] = field(default_factory=set)

@@ -42,6 +42,7 @@ from kv_transfer.sink_handover import LEASED, OVERDUE, RENEWED, Destination, Han
 from kv_transfer.sink_reads import Reads
 from kv_transfer.stats import SinkCounters
 from kv_transfer.transport import BlockRead, ReadResult
+from kv_transfer.units import Units
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class SinkLedger:
         self._reads: Reads | None = None
         """None until the hello is over."""
         self._remote_regions: tuple[Region, ...] = ()
+        self._units = Units(1, 1, 1, block_size)
         self._handovers: dict[str, Handover] = {}
         self._farewells: OrderedDict[str, Outcome] = OrderedDict()
         """Given up before the hello was over; the source is told so that it need not wait for the lease."""
@@ -97,9 +99,9 @@ class SinkLedger:
 
     # From the session
 
-    def open(self, reads: Reads, remote_regions: tuple[Region, ...]) -> None:
+    def open(self, reads: Reads, remote_regions: tuple[Region, ...], units: Units) -> None:
         """The hello is over: ask for what was requested until now."""
-        self._reads, self._remote_regions = reads, remote_regions
+        self._reads, self._remote_regions, self._units = reads, remote_regions, units
         for handover in self._handovers.values():
             self._want(handover)
         for handover_id, outcome in self._farewells.items():
@@ -147,12 +149,14 @@ class SinkLedger:
             return  # it ended meanwhile, and its event says so
         destination = Destination(local_ids, local_slot, first_block)
         try:
-            check_destination(destination, handover.num_blocks, self._regions)
+            num_blocks = num_blocks_for(handover.num_tokens, self._block_size)
+            check_destination(destination, num_blocks, self._regions)
         except LayoutError as error:
             self._fail(handover, "bad_pull", str(error), now_s)
             return
         self._leave_stage(handover, "queue", now_s)
-        handover.destination, handover.num_posted = destination, first_block
+        handover.destination = destination
+        handover.num_posted_units = first_block * self._units.per_local
         handover.stage = Stage.READING
         self._read_on(handover, now_s)
 
@@ -175,13 +179,14 @@ class SinkLedger:
             self._counters.ignored["invalid"] += 1
             return
         handover.generation = message.generation
-        handover.num_blocks = num_blocks_for(message.num_tokens, self._block_size)
+        handover.num_tokens = message.num_tokens
         if not self._learn(handover, message.block_ids, message.ending, now_s):
             return
         self._leave_stage(handover, "wait", now_s)
         handover.stage = Stage.OFFERED
         handover.lease_until_s = now_s + message.ttl_s
-        self._emit(Offered(message.handover_id, message.num_tokens, handover.num_blocks))
+        num_blocks = num_blocks_for(message.num_tokens, self._block_size)
+        self._emit(Offered(message.handover_id, message.num_tokens, num_blocks))
 
     def on_announce(self, message: Announce, now_s: float) -> None:
         handover = self._handovers.get(message.handover_id)
@@ -287,7 +292,6 @@ class SinkLedger:
             assert has_destination == (handover.destination is not None), handover
             assert not handover.read_ids or handover.stage in (Stage.READING, Stage.QUARANTINED), handover
             assert handover.read_ids or handover.stage is not Stage.QUARANTINED, handover
-            assert handover.num_posted <= handover.num_blocks, handover
             assert (handover.stage is Stage.REQUESTED) == (self._reads is None), handover
             assert (handover.generation == 0) == (handover.stage in (Stage.REQUESTED, Stage.WAITING)), (
                 handover
@@ -303,16 +307,17 @@ class SinkLedger:
 
     def _learn(self, handover: Handover, block_ids: bytes, ending: Ending | None, now_s: float) -> bool:
         """Note what the source says is computed; False if it cannot be and the hand-over has failed."""
+        num_blocks = num_blocks_for(handover.num_tokens, self._units.remote_block_size)
         try:
-            if not 1 <= handover.num_blocks <= self._settings.max_blocks:
+            if not 1 <= num_blocks <= self._settings.max_blocks:
                 raise LayoutError(
-                    f"{handover.num_blocks} blocks are none, or over max_blocks ({self._settings.max_blocks})"
+                    f"{num_blocks} blocks are none, or over max_blocks ({self._settings.max_blocks})"
                 )
             handover.remote_ids = announced_blocks(
                 handover.remote_ids,
                 block_ids,
                 ending,
-                num_blocks=handover.num_blocks,
+                num_blocks=num_blocks,
                 remote_regions=self._remote_regions,
             )
         except LayoutError as error:
@@ -325,15 +330,18 @@ class SinkLedger:
         """Read together what was announced since the last time and has a place to go."""
         if handover.destination is None:
             return
+        units = self._units
+        num_known = min(units.count(handover.num_tokens), handover.remote_ids.size * units.per_remote)
+        new_units = range(handover.num_posted_units, num_known)
         try:
             reads = plan_reads(
-                handover.remote_ids, handover.destination, handover.num_posted, handover.ending, self._regions
+                handover.remote_ids, handover.destination, new_units, handover.ending, units, self._regions
             )
         except LayoutError as error:
             self._fail(handover, "bad_pull", str(error), now_s)
             return
         if not reads or self._start(handover, reads, now_s):
-            handover.num_posted = max(handover.num_posted, handover.remote_ids.size)
+            handover.num_posted_units = max(handover.num_posted_units, num_known)
             self._confirm_if_whole(handover, now_s)
 
     def _start(self, handover: Handover, reads: Sequence[BlockRead], now_s: float) -> bool:
@@ -348,12 +356,16 @@ class SinkLedger:
         except ReadError as error:
             self._fail(handover, "read_failed", str(error), now_s)
             return False
-        num_bytes = sum(int(read.local_ids.size) * self._regions[read.region].block_bytes for read in reads)
+        num_bytes = sum(int(read.local_ids.size) * self._piece_bytes(read.region) for read in reads)
         handover.num_bytes += num_bytes
         # It shares the link with the reads before it.
         until_s = now_s + self._settings.read_deadline_s(num_bytes)
         handover.deadline_s = max(until_s, others_until_s + num_bytes / self._settings.min_rate_bytes_per_s)
         return True
+
+    def _piece_bytes(self, region: int) -> int:
+        local = self._regions[region]
+        return (self._units.cut_local(local) if local.kind == "kv" else local).block_bytes
 
     def _confirm_if_whole(self, handover: Handover, now_s: float) -> None:
         """Once the whole prompt is computed and read: ask whether it was valid until now."""

@@ -221,7 +221,7 @@ class PeerSession:
             return
         self._reads = Reads(opened.connection)
         self._renewals = Renewals(opened.lease_s, now_s)
-        self._ledger.open(self._reads, opened.regions)
+        self._ledger.open(self._reads, opened.regions, opened.units)
 
     def _give_up(self, why: Unusable, now_s: float) -> None:
         self.lose(why.reason, why.message, now_s)

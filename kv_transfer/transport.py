@@ -80,8 +80,12 @@ class Transport(Protocol):
         """Make `regions` known, once. With `serve_at` (a control endpoint) peers may read them through
         the returned blob. `BindError`, `TransportUnavailable`."""
 
-    def connect(self, memory: RemoteMemory) -> Connection:
-        """Open a connection to a source; must not block for long. `ReadError`, `PeerLost`."""
+    def connect(self, memory: RemoteMemory, regions: Sequence[Region] | None = None) -> Connection:
+        """Open a connection to a source; must not block for long. `ReadError`, `PeerLost`.
+
+        `regions`: the registered memory as this connection's blocks, of the sizes of `memory.regions`; None:
+        as it was registered.
+        """
 
     def close(self) -> None:
         """Stop serving. Connections are closed by whoever opened them."""

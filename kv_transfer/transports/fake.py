@@ -42,10 +42,11 @@ class FakeTransport:
         _served[self._blob] = self._views
         return self._blob
 
-    def connect(self, memory: RemoteMemory) -> "FakeConnection":
+    def connect(self, memory: RemoteMemory, regions: Sequence[Region] | None = None) -> "FakeConnection":
         if memory.blob not in _served:
             raise PeerLost("the fake source is closed")
-        return FakeConnection(self, memory.blob, self._views)
+        views = self._views if regions is None else [region_view(region) for region in regions]
+        return FakeConnection(self, memory, views)
 
     def finish_one(self) -> None:
         """Let the oldest read end although reads are stalled."""
@@ -64,8 +65,11 @@ class FakeTransport:
 
 
 class FakeConnection:
-    def __init__(self, transport: FakeTransport, blob: bytes, views: list[npt.NDArray[np.uint8]]) -> None:
-        self._transport, self._blob, self._views = transport, blob, views
+    def __init__(
+        self, transport: FakeTransport, memory: RemoteMemory, views: list[npt.NDArray[np.uint8]]
+    ) -> None:
+        self._transport, self._blob, self._views = transport, memory.blob, views
+        self._remote_shapes = [(region.num_blocks, region.block_bytes) for region in memory.regions]
         self._pending: dict[int, Sequence[BlockRead]] = {}
         self._next_id = 1
         self._closed = False
@@ -96,7 +100,8 @@ class FakeConnection:
         if self._blob not in _served:
             return ReadResult(read_id, "the fake source is closed", peer_lost=True)
         for read in reads:
-            remote, local = _served[self._blob][read.region], self._views[read.region]
+            remote = _served[self._blob][read.region].reshape(self._remote_shapes[read.region])
+            local = self._views[read.region]
             runs = merge_runs(read.remote_ids, read.local_ids)
             for source, target, length in zip(
                 runs.remote_starts, runs.local_starts, runs.lengths, strict=True

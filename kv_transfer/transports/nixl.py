@@ -68,12 +68,12 @@ class NixlTransport:
         self._source = _Agent(self._bindings, self._regions, progress_thread=True)
         return self._source.metadata()
 
-    def connect(self, memory: RemoteMemory) -> "NixlConnection":
+    def connect(self, memory: RemoteMemory, regions: Sequence[Region] | None = None) -> "NixlConnection":
         agent, self._spare = self._spare, None
         if agent is None:
             agent = _Agent(self._bindings, self._regions, progress_thread=False)
         try:
-            return NixlConnection(agent, memory, self._regions)
+            return NixlConnection(agent, memory, regions or self._regions)
         except Exception as error:
             agent.close()
             kind = PeerLost if agent.is_disconnect(error) else ReadError

@@ -105,7 +105,7 @@ class ZmqTransport:
         self._server = _Server(self._regions, _data_bind_address(serve_at))
         return _encode(_Blob(self._server.token, self._server.port))
 
-    def connect(self, memory: RemoteMemory) -> "ZmqConnection":
+    def connect(self, memory: RemoteMemory, regions: Sequence[Region] | None = None) -> "ZmqConnection":
         try:
             blob = _decode_blob(memory.blob)
         except msgspec.MsgspecError as error:
@@ -113,7 +113,7 @@ class ZmqTransport:
         if self._context is None:
             self._context = zmq.Context()
         address = _data_address(memory.host_address, blob.port)
-        return ZmqConnection(self._context, address, blob.token, self._regions)
+        return ZmqConnection(self._context, address, blob.token, regions or self._regions)
 
     def close(self) -> None:
         if self._server is not None:

@@ -82,17 +82,18 @@ class TestEngine:
         grammars: Grammars | None = None,
         stop_preempted_request: bool = True,
         prefix_cache: bool = False,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         """`num_draft_tokens` without a `drafter`: prompt lookup."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 engine_type=kind,
-                block_size=BLOCK_SIZE,
+                block_size=block_size,
                 num_blocks=runner.kv_pool.num_blocks,
                 num_state_slots=None if runner.states is None else runner.states.num_slots,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=CHUNK,
-                max_model_len=min(200, (runner.kv_pool.num_blocks - 1) * BLOCK_SIZE),
+                max_model_len=min(200, (runner.kv_pool.num_blocks - 1) * block_size),
                 eos_token_ids=(EOS,),
                 remote_growth_tokens=8,
                 stop_preempted_request=stop_preempted_request,
@@ -164,15 +165,18 @@ class EnginePair:
         limits: ArrivalLimits = LIMITS,
         prompt_cache: bool = False,
         completion_cache: bool = False,
+        completion_block_size: int = BLOCK_SIZE,
     ) -> None:
         """`make_runner`: from the number of blocks; None loads the checkpoint."""
         make_runner = make_runner or partial(tiny_runner, checkpoint)
         self._woken = threading.Event()
         identity = Identity("p-engine", 1, {"block_size": str(BLOCK_SIZE)})
         settings = TransferSettings(lease_s=5.0)
-        prompt_runner, completion_runner = (
-            make_runner(blocks) for blocks in (prompt_blocks, completion_blocks)
-        )
+        prompt_runner = make_runner(prompt_blocks)
+        if completion_block_size == BLOCK_SIZE:
+            completion_runner = make_runner(completion_blocks)
+        else:
+            completion_runner = tiny_runner(checkpoint, completion_blocks, completion_block_size)
         self.transport = FakeTransport()
         self._source = HandoverSource(
             identity,
@@ -182,7 +186,7 @@ class EnginePair:
             settings,
             self._woken.set,
         )
-        sink_identity = Identity("d-engine", 1, identity.compatibility)
+        sink_identity = Identity("d-engine", 1, {"block_size": str(completion_block_size)})
         self._sink = HandoverSink(
             sink_identity, regions_of(completion_runner), self.transport, settings, self._woken.set
         )
@@ -201,6 +205,7 @@ class EnginePair:
             lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, limits),
             overlap=overlap,
             prefix_cache=completion_cache,
+            block_size=completion_block_size,
         )
         self.address = PromptEngineAddress(
             engine_id="p-engine", epoch=1, control_address=self._source.control_address
@@ -299,14 +304,14 @@ def run_normal(
     return {request_id: normal.answers[request_id].token_ids for request_id in prompts}
 
 
-def tiny_runner(checkpoint: Path, num_blocks: int) -> Runner:
+def tiny_runner(checkpoint: Path, num_blocks: int, block_size: int = BLOCK_SIZE) -> Runner:
     files = resolve_model(str(checkpoint))
     config = files.config()
     token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
     return load_model_runner(
         files,
         weight_format="fp32",
-        block_size=BLOCK_SIZE,
-        kv_bytes=num_blocks * BLOCK_SIZE * token_bytes,
+        block_size=block_size,
+        kv_bytes=num_blocks * block_size * token_bytes,
         num_threads=1,
     )

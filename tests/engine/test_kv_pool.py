@@ -65,4 +65,4 @@ def test_a_container_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layouts_that_differ_have_different_texts() -> None:
-    assert str(LAYOUT) == "float32[3,4,2,2,8]"
+    assert str(LAYOUT) == "float32[3,block_size,2,2,8]"

@@ -108,3 +108,30 @@ def test_cached_blocks_of_the_prompt_engine_are_announced_with_its_first_chunk(c
         pair.run_completion_until(lambda: pair.transport.num_reads == before + 1, "the first chunk is read")
         assert pair.transport.num_blocks_in_last_read == 5 * CHUNK // BLOCK_SIZE
         pair.run_until(lambda: pair.completion.has_ended("b"), "the answer")
+
+
+@pytest.mark.parametrize("completion_block_size", [2, 8])
+@pytest.mark.parametrize("chunk_handover", [False, True])
+def test_engines_of_unequal_block_sizes_answer_as_one_engine(
+    checkpoint: Path, completion_block_size: int, chunk_handover: bool
+) -> None:
+    trunk = tokens(5 * CHUNK, seed=6)
+    prompts = {
+        str(length): trunk[:length] for length in (1, 3, 4, 7, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 5 * CHUNK)
+    }
+    expected = run_normal(checkpoint, prompts, greedy(NUM_OUTPUT))
+    with engine_pair(
+        checkpoint,
+        completion_blocks=512 // completion_block_size,
+        completion_block_size=completion_block_size,
+        completion_cache=True,
+        chunk_handover=chunk_handover,
+    ) as pair:
+        for lap in range(2):
+            for request_id, prompt in prompts.items():
+                pair.add(f"{request_id}-{lap}", prompt, greedy(NUM_OUTPUT))
+            ids = [f"{request_id}-{lap}" for request_id in prompts]
+            pair.run_until(lambda ids=ids: all(map(pair.completion.has_ended, ids)), "all answers")
+            assert {r.partition("-")[0]: pair.answer(r) for r in ids} == expected
+        assert counter(pair.completion.role, "blocks_skipped") > 0
+        pair.run_until_drained()

@@ -34,13 +34,14 @@ class Pool:
         block_bytes: int = BLOCK_BYTES,
         num_slots: int = 4,
         slot_bytes: int = 512,
+        num_parts: int = 1,
     ) -> None:
         self._kv = HugePageRegion(num_blocks * block_bytes)
         self._state = HugePageRegion(num_slots * slot_bytes)
         self.kv: npt.NDArray[np.uint8] = self._kv.buffer.reshape(num_blocks, block_bytes)
         self.state: npt.NDArray[np.uint8] = self._state.buffer.reshape(num_slots, slot_bytes)
         self.regions = (
-            Region("kv", self._kv.address, block_bytes, num_blocks),
+            Region("kv", self._kv.address, block_bytes, num_blocks, num_parts),
             Region("state", self._state.address, slot_bytes, num_slots),
         )
 
@@ -94,10 +95,16 @@ class Reader:
     """A sink session on the virtual clock of its `Pair`."""
 
     def __init__(
-        self, pair: "Pair", reader_id: bytes, address: PromptEngineAddress, settings: TransferSettings
+        self,
+        pair: "Pair",
+        reader_id: bytes,
+        address: PromptEngineAddress,
+        settings: TransferSettings,
+        pool: Pool,
+        own_identity: Identity,
     ) -> None:
         self.reader_id = reader_id
-        self.pool = Pool()
+        self.pool = pool
         self.transport = FakeTransport()
         self.transport.register(self.pool.regions, None)
         self.counters = SinkCounters()
@@ -106,7 +113,7 @@ class Reader:
         self.events: list[SinkEvent] = []
         self.session = PeerSession(
             address,
-            identity("completion-0", 9),
+            own_identity,
             self.pool.regions,
             self.transport,
             settings,
@@ -150,7 +157,11 @@ class Pair:
     """One source and its readers. Nothing moves until `run` or `advance`."""
 
     def __init__(
-        self, settings: TransferSettings | None = None, source_identity: Identity | None = None
+        self,
+        settings: TransferSettings | None = None,
+        source_identity: Identity | None = None,
+        reader_pool: Pool | None = None,
+        reader_identity: Identity | None = None,
     ) -> None:
         self.settings = settings or TransferSettings()
         self.now_s = 100.0
@@ -161,7 +172,8 @@ class Pair:
         self.events: list[SourceEvent] = []
         self.readers: dict[bytes, Reader] = {}
         self.source = self._new_source()
-        self.reader = self.add_reader()
+        self._reader_identity = reader_identity or identity("completion-0", 9)
+        self.reader = self.add_reader(pool=reader_pool)
 
     def _new_source(self) -> SourceProtocol:
         served = Served("fake", "1", self._blob, self.pool.regions)
@@ -176,9 +188,10 @@ class Pair:
             engine_id=self.identity.engine_id, epoch=self.identity.epoch, control_address="inproc://control"
         )
 
-    def add_reader(self, address: PromptEngineAddress | None = None) -> Reader:
+    def add_reader(self, address: PromptEngineAddress | None = None, pool: Pool | None = None) -> Reader:
         reader_id = f"reader-{len(self.readers)}".encode()
-        reader = Reader(self, reader_id, address or self.address(), self.settings)
+        address, pool = address or self.address(), pool or Pool()
+        reader = Reader(self, reader_id, address, self.settings, pool, self._reader_identity)
         self.readers[reader_id] = reader
         return reader
 

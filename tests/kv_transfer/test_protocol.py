@@ -503,7 +503,7 @@ def test_closing_sink_releases_what_it_holds(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("field", "here", "there"),
-    [("dtype", "float16", "float32"), ("block_size", "8", "4"), ("model", "other", "tiny")],
+    [("dtype", "float16", "float32"), ("block_size", "6", "4"), ("model", "other", "tiny")],
 )
 def test_incompatible_engines_refuse_each_other_by_field(field: str, here: str, there: str) -> None:
     pair = Pair(source_identity=Identity("prompt-0", 1, COMPATIBILITY | {field: here}))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kv_transfer.errors import ReadError, SettingsError, TransportUnavailable
+from kv_transfer.layout import Region
 from kv_transfer.transport import BlockRead, Connection, ReadResult, RemoteMemory, Transport
 from kv_transfer.transports import make_transport
 from kv_transfer.transports.fake import FakeTransport
@@ -32,9 +33,11 @@ def served_memory(name: str, num_blocks: int, block_bytes: int) -> Iterator[Remo
 class Reading:
     """A transport with its pool and one connection to a filled source."""
 
-    def __init__(self, transport: Transport, pool: Pool, memory: RemoteMemory) -> None:
+    def __init__(
+        self, transport: Transport, pool: Pool, memory: RemoteMemory, connection: Connection | None = None
+    ) -> None:
         self.transport, self.pool, self.memory = transport, pool, memory
-        self.connection: Connection = transport.connect(memory)
+        self.connection: Connection = connection or transport.connect(memory)
 
     def start(self, remote: Sequence[int], local: Sequence[int], region: int = KV) -> int:
         return self.connection.read([blocks(remote, local, region)])
@@ -102,6 +105,27 @@ def test_consecutive_blocks_arrive_whole(reading: Reading) -> None:
     reading.start(range(2, 12), range(4, 14))
     assert reading.finish()[0].error is None
     assert reading.pool.holds(range(4, 14), range(2, 12))
+
+
+def test_one_connection_may_cut_blocks_into_pieces(name: str, memory: RemoteMemory) -> None:
+    pool, transport = Pool(), make_transport(name)
+    transport.register(pool.regions, None)
+    connection = transport.connect(
+        RemoteMemory(memory.blob, quartered(memory.regions), memory.host_address), quartered(pool.regions)
+    )
+    reading = Reading(transport, pool, memory, connection)
+    reading.start((12, 13, 14, 15, 37), (4, 5, 6, 7, 8))
+    assert reading.finish()[0].error is None
+    assert pool.kv[1].tolist() == [4] * BLOCK_BYTES
+    assert pool.kv[2].tolist() == [10] * (BLOCK_BYTES // 4) + [0] * (BLOCK_BYTES * 3 // 4)
+    connection.close()
+    transport.close()
+
+
+def quartered(regions: Sequence[Region]) -> tuple[Region, ...]:
+    return tuple(
+        Region(item.kind, item.address, item.block_bytes // 4, item.num_blocks * 4) for item in regions
+    )
 
 
 def test_both_regions_move_in_one_read(reading: Reading) -> None:
