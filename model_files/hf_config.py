@@ -6,6 +6,7 @@ What the engine's own forward pass cannot compute becomes the architecture `tran
 from model_files.config import Architecture, ModelConfig, RopeScaling
 from model_files.errors import ModelFilesError
 from model_files.fields import Fields
+from model_files.fp8 import read_fp8_format
 
 _ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": "llama",
@@ -22,7 +23,7 @@ def read_config(fields: Fields, eos_token_ids: tuple[int, ...] | None) -> ModelC
     ModelFilesError names an option that nobody here can compute, or a number that is missing.
     """
     architecture = _architecture(fields)
-    _refuse_unsupported(fields)
+    read_fp8_format(fields)  # refuses every other quantisation
     if eos_token_ids is None:
         eos_token_ids = tuple(fields.integers("eos_token_id")) if "eos_token_id" in fields else ()
     try:
@@ -109,14 +110,6 @@ def _is_rope_covered(fields: Fields) -> bool:
         return True
     rope = fields.section(key)
     return _rope_kind(rope) in _ROPE_KINDS and rope.number("partial_rotary_factor", 1.0) == 1.0
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    if "quantization_config" in fields:
-        method = fields.section("quantization_config").text("quant_method", "unknown")
-        raise ModelFilesError(
-            f"{fields.source}: quantisation {method!r} is not supported; use an unquantised checkpoint"
-        )
 
 
 def _rope_theta(fields: Fields) -> float:

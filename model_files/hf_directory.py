@@ -15,10 +15,12 @@ from model_files.config import ModelConfig
 from model_files.errors import ModelFilesError
 from model_files.fields import Fields
 from model_files.fingerprint import fingerprint
+from model_files.fp8 import SCALE_SUFFIX, Fp8Format, dequantise, read_fp8_format
 from model_files.hf_config import read_config
 from model_files.interface import Float32Array
 from model_files.safetensors_file import SafetensorsFile
 
+_QUANTISATION_SUFFIXES = (SCALE_SUFFIX, "activation_scale")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -76,7 +78,7 @@ class HfDirectory:
 
     @cached_property
     def _weights(self) -> "HfWeights":
-        return HfWeights(self._path)
+        return HfWeights(self._path, read_fp8_format(self._fields))
 
     @cached_property
     def _tokenizer_config(self) -> Fields:
@@ -92,20 +94,30 @@ class HfDirectory:
 
 
 class HfWeights:
-    """Weights of all safetensors files of a directory."""
+    """Weights of all safetensors files of a directory; 8-bit ones come out dequantised."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fp8: Fp8Format | None = None) -> None:
         self._path = path
+        self._fp8 = fp8
         self.shards = [SafetensorsFile(shard) for shard in _shard_paths(path)]
         self._shard_of = {name: shard for shard in self.shards for name in shard.names()}
 
     def names(self) -> Collection[str]:
-        return self._shard_of.keys()
+        if self._fp8 is None:
+            return self._shard_of.keys()
+        return [name for name in self._shard_of if not name.endswith(_QUANTISATION_SUFFIXES)]
 
     def get(self, name: str) -> Float32Array:
         if name not in self._shard_of:
             raise ModelFilesError(f"{self._path} has no tensor {name}; use a complete copy of this model")
-        return self._shard_of[name].get(name)
+        values = self._shard_of[name].get(name)
+        scales = name + SCALE_SUFFIX
+        if self._fp8 is None or scales not in self._shard_of:
+            return values
+        try:
+            return dequantise(values, self._shard_of[scales].get(scales), self._fp8)
+        except ValueError as error:
+            raise ModelFilesError(f"{self._path}: tensor {name} has {error}; use an undamaged file") from None
 
 
 def _shard_paths(path: Path) -> list[Path]:

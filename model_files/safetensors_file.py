@@ -13,11 +13,12 @@ import numpy as np
 
 from model_files.errors import ModelFilesError
 from model_files.fingerprint import sample
+from model_files.fp8 import decode_e4m3
 from model_files.interface import Float32Array
 from model_files.mapped_file import map_file
 
 _LENGTH_BYTES = 8
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name} is stored as {entry.dtype}, not as one of "
                 f"{', '.join(_ITEM_BYTES)}; use an unquantised checkpoint of this model"
             )
+        if entry.dtype == "F8_E4M3":
+            codes = np.frombuffer(self._map, np.uint8, math.prod(entry.shape), entry.offset)
+            return decode_e4m3(codes).reshape(entry.shape)
         stored = np.dtype(f"<{'u2' if entry.dtype == 'BF16' else 'f' + str(_ITEM_BYTES[entry.dtype])}")
         values = np.frombuffer(self._map, stored, math.prod(entry.shape), entry.offset).reshape(entry.shape)
         if entry.dtype == "BF16":  # the upper half of a float32

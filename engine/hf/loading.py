@@ -22,8 +22,9 @@ def load_transformers_model(files: ModelFiles, weight_format: WeightFormat) -> P
     ModelNotSupportedError says why transformers cannot compute it, ModelFilesError names missing tensors.
     """
     model_class = _model_class(files.source_config())
-    config = model_class.config_class.from_dict(dict(files.source_config()))
-    config.quantization_config = None  # the readers' tensors are plain numbers
+    # The readers' tensors are plain numbers, however they are stored.
+    fields = {key: value for key, value in files.source_config().items() if key != "quantization_config"}
+    config = model_class.config_class.from_dict(fields)
     quiet = transformers.utils.logging
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()

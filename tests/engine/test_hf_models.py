@@ -1,17 +1,22 @@
 """Every architecture that transformers computes for us: the logits are its own, however a step is cut."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.cache_utils import DynamicCache
 
+from engine.hf.assembly import inject
 from engine.hf.runner import TransformersRunner
+from model_files import resolve_model
 from tests.engine.builders import StepOf, batch_of
 from tests.engine.hf_families import FAMILIES, TinyForeign
 from tests.engine.pair import BLOCK_SIZE
+from tests.model_files.fp8_checkpoint import quantise
 
 TOKENS = np.random.default_rng(5).integers(3, 128, 45).tolist()
 LIMIT = 1e-6
@@ -81,3 +86,20 @@ def test_packed_weights_stay_close(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(
         logits.log_softmax(-1), tiny.logits(TOKENS)[-1].log_softmax(-1), rtol=0, atol=0.05
     )
+
+
+def test_an_fp8_checkpoint_of_experts_is_computed_from_the_numbers_that_were_meant(tmp_path: Path) -> None:
+    tiny = TinyForeign.make(tmp_path, "qwen3_moe")
+    meant = quantise(tmp_path)
+    answers = inject(resolve_model(str(tmp_path)), "fp32", BLOCK_SIZE)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(meant, tmp_path / "model.safetensors")
+    plain = inject(resolve_model(str(tmp_path)), "fp32", BLOCK_SIZE)
+    logits = [
+        run(TinyForeign(tmp_path, tiny.reference, model).runner(16), StepOf(TOKENS, 0, table(1, 45)))
+        for model in (answers, plain)
+    ]
+    assert logits[0].equal(logits[1])
+    assert not logits[0][0].equal(tiny.logits(TOKENS)[-1])

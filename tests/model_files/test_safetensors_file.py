@@ -76,7 +76,7 @@ def test_a_contradictory_header_is_refused(tmp_path: Path, entry: object) -> Non
 
 
 def test_an_unsupported_type_is_named_when_it_is_read(tmp_path: Path) -> None:
-    entry = {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}
+    entry = {"dtype": "F8_E5M2", "shape": [8], "data_offsets": [0, 8]}
     file = SafetensorsFile(with_header(tmp_path / "m.safetensors", {"x": entry}))
-    with pytest.raises(ModelFilesError, match=r"tensor x is stored as F8_E4M3.*unquantised checkpoint"):
+    with pytest.raises(ModelFilesError, match=r"tensor x is stored as F8_E5M2.*unquantised checkpoint"):
         file.get("x")
