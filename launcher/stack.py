@@ -57,6 +57,9 @@ class StackSettings(ProcessSettings):
     dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
     transport: Transport = Field("auto", description="auto takes NIXL where it can be loaded, else ZMQ")
     kv_bytes: int | None = Field(None, gt=0, description="memory of each engine's KV pool")
+    state_bytes: int | None = Field(
+        None, gt=0, description="memory of each engine's per-sequence states, for models that keep some"
+    )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt + completion in tokens")
     max_num_seqs: int | None = Field(None, ge=1, description="sequences in a step at most")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="prompt tokens in a step at most")
@@ -96,6 +99,7 @@ SHARED_WITH_SERVICES = (
     "dtype",
     "transport",
     "kv_bytes",
+    "state_bytes",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
