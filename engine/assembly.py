@@ -123,6 +123,7 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
         block_size=config.block_size,
         num_blocks=pool.num_blocks,
         num_state_slots=None if runner.states is None else runner.states.num_slots,
+        sliding_window=runner.sliding_window,
         stop_preempted_request=config.stop_preempted_request,
         prefill_attempt_interval=config.prefill_attempt_interval,
         prefill_any_attempt_interval=config.prefill_any_attempt_interval,

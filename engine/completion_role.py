@@ -179,12 +179,12 @@ class CompletionHandover:
         )
 
     def _pull(self, arrival: Arrival) -> None:
-        """All but the blocks that were found in this engine's own cache."""
+        """All but the blocks that were found in this engine's own cache, or that no layer will see again."""
         arrival.stage = "pulling"
         cache = arrival.sequence.cache
-        num_cached = cache.hit_tokens // cache.block_size
+        first_block = max(cache.hit_tokens, cache.swa_valid_start) // cache.block_size
         self._sink.pull(
-            arrival.handover_id, cache.block_table[num_cached:], cache.state_id, first_block=num_cached
+            arrival.handover_id, cache.block_table[first_block:], cache.state_id, first_block=first_block
         )
 
     def _on_arrived(self, arrival: Arrival, event: Arrived, now_s: float) -> list[RequestOutput]:

@@ -49,6 +49,8 @@ class Runner(Protocol):
     config: ModelConfig
     kv_pool: KVPool
     states: StatePool | None
+    sliding_window: int | None
+    """No layer sees more tokens than this; None: some layer sees all."""
 
     def forward(self, batch: Batch, logit_rows: IntArray | None = None) -> torch.Tensor:
         """Logits float32 [R, vocab] of these of the T tokens; what the model keeps of all goes to the pools.
@@ -74,6 +76,7 @@ class ModelRunner:
         self.config = config
         self.kv_pool = kv_pool
         self.states: StatePool | None = None
+        self.sliding_window = config.sliding_window
 
     @torch.inference_mode()
     def forward(self, batch: ModelBatch, logit_rows: IntArray | None = None) -> torch.Tensor:

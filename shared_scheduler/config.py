@@ -36,6 +36,8 @@ class SchedulerConfig:
     """Tokens of one prompt in one step at most; None: all that the step has room for."""
     num_state_slots: int | None = None
     """Size of the state pool, the null slot 0 included; None: the model keeps no fixed-size state."""
+    sliding_window: int | None = None
+    """Every layer sees at most this many tokens, itself included; None: some layer sees all of them."""
     chunked_prefill: bool = True
     stop_preempted_request: bool = True
     """End a preempted request (True) or put it back to be computed again (False)."""
@@ -149,6 +151,10 @@ class SchedulerConfig:
             self.num_state_slots is None or self.num_state_slots >= 2,
             f"num_state_slots={self.num_state_slots} leaves a stateful model without a usable slot (slot 0 is"
             " the null slot): raise num_state_slots to at least 2, or set None for a model without state",
+        )
+        _require(
+            self.sliding_window is None or self.sliding_window >= 1,
+            f"sliding_window must be at least 1, got {self.sliding_window}",
         )
         _require(
             self.prefill_max_sum_seqlen_k is None or self.prefill_max_sum_seqlen_k >= 1,

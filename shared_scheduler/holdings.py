@@ -105,6 +105,7 @@ class Holdings:
         self._bind(child, slot)
         self.rows.append_blocks(child.row, table)
         child.cache.set_num_tokens(num_cached)
+        child.cache.swa_valid_start = parent.cache.swa_valid_start
 
     def release(self, sequence: Sequence) -> int:
         """Everything the sequence holds goes back; nothing may read or write it any more.

@@ -34,6 +34,7 @@ class CacheLedger:
         self.was_admitted = False
         """`hit_tokens` is final: a recomputation finds what the sequence itself has left."""
         self.swa_valid_start = 0
+        """Tokens before it, whole blocks of them, no layer will see again: their blocks hold nothing."""
         self.last_copied_state_token = 0
         self.previous_num_tokens = 0
         """`num_tokens` before `advance_optimistically`; of meaning until the commit."""

@@ -53,6 +53,7 @@ class RemoteArrivals:
             sequence.arrival_s = now_s
             needed, hit = sequence.num_blocks_needed(), self._hit(sequence)
             self._holdings.attach(sequence, needed, hit, zero_state=False)
+            sequence.cache.swa_valid_start = self._valid_start(sequence, hit)
             self._queues.remote[sequence.request_id] = sequence
         return status
 
@@ -97,6 +98,14 @@ class RemoteArrivals:
         if not self._config.partial_pulls:
             return NO_HIT
         return self._holdings.reuse.find(sequence, sequence.num_tokens)
+
+    def _valid_start(self, sequence: Sequence, hit: Hit) -> int:
+        """Blocks wholly before the window of the next token need not come."""
+        window = self._config.sliding_window
+        if window is None:
+            return 0
+        first_block = max(0, sequence.num_tokens - window + 1) // self._config.block_size
+        return first_block * self._config.block_size if first_block > hit.num_blocks else 0
 
     def _largest_growth(self, newcomer: Sequence) -> int:
         """Blocks that the hungriest of all sequences here may take within `remote_growth_tokens`."""

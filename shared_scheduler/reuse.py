@@ -35,7 +35,9 @@ class Reuse:
         self._block_size = config.block_size
         self._image_pad = config.image_pad_token_id
         self._image_start = config.image_start_token_id
-        self.cache = PrefixCache(blocks, config.block_size) if config.prefix_cache else None
+        # Blocks alone do not bring back a sequence whose model keeps a state beside them.
+        is_on = config.prefix_cache and config.num_state_slots is None
+        self.cache = PrefixCache(blocks, config.block_size) if is_on else None
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
         self._last: tuple[Sequence, int, int, Hit] | None = None
@@ -68,8 +70,8 @@ class Reuse:
 
     def store(self, sequence: Sequence, table: Int32Array, *, may_swap: bool) -> Int32Array:
         """Keep what is computed of a sequence; returns its table from now on (`PrefixCache.insert`)."""
-        if self.cache is None:
-            return table
+        if self.cache is None or sequence.cache.swa_valid_start:
+            return table  # its first blocks hold nothing
         key = self.key(sequence, sequence.cache.num_tokens)
         num_blocks = self._num_blocks(key)
         if not num_blocks:

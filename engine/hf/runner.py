@@ -30,6 +30,7 @@ class TransformersRunner:
         self.config = config
         self.kv_pool = kv_pool
         self.states = states
+        self.sliding_window = shape.common_window
 
     @torch.inference_mode()
     def forward(self, batch: StateBatch, logit_rows: IntArray | None = None) -> torch.Tensor:

@@ -40,6 +40,12 @@ class CacheShape:
     def windows(self) -> frozenset[int | None]:
         return frozenset(layer.window for layer in self.layers if layer.pool_layer is not None)
 
+    @property
+    def common_window(self) -> int | None:
+        """What no layer sees more than; None if one sees everything."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == len(self.windows) else None
+
 
 def check_layer_types(config: PreTrainedConfig) -> None:
     """`ModelNotSupportedError` names a kind of layer whose cache the engine cannot own."""

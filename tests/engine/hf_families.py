@@ -101,7 +101,12 @@ class TinyForeign:
 
     @classmethod
     def make(cls, path: Path, name: str, weight_format: WeightFormat = "fp32") -> "TinyForeign":
-        family, options = FAMILIES[name]
+        return cls.save(path, *FAMILIES[name], weight_format)
+
+    @classmethod
+    def save(
+        cls, path: Path, family: str, options: Mapping[str, object], weight_format: WeightFormat = "fp32"
+    ) -> "TinyForeign":
         reference = save_tiny_model(path, family, **{"max_position_embeddings": 256, **options})
         return cls(path, reference, inject(resolve_model(str(path)), weight_format, BLOCK_SIZE))
 

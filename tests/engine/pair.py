@@ -91,6 +91,7 @@ class TestEngine:
                 block_size=block_size,
                 num_blocks=runner.kv_pool.num_blocks,
                 num_state_slots=None if runner.states is None else runner.states.num_slots,
+                sliding_window=runner.sliding_window,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=CHUNK,
                 max_model_len=min(200, (runner.kv_pool.num_blocks - 1) * block_size),

@@ -27,6 +27,27 @@ def test_reserving_takes_blocks_for_the_whole_prompt() -> None:
     assert not scheduler.has_work()
 
 
+@pytest.mark.parametrize(("num_tokens", "valid_start"), [(5, 0), (7, 0), (8, 4), (11, 4), (12, 8), (30, 24)])
+def test_blocks_wholly_before_the_window_of_the_next_token_need_not_come(
+    num_tokens: int, valid_start: int
+) -> None:
+    """Window 5, blocks of 4: the token at position n sees the keys from n - 4 on."""
+    scheduler = completion_engine(sliding_window=5, num_blocks=20)
+    s = sequence("a", num_tokens)
+    assert scheduler.reserve_remote(s, 0.0) is AllocStatus.OK
+    assert s.cache.swa_valid_start == valid_start
+    assert s.cache.block_table.size == -(-num_tokens // 4)
+
+
+def test_a_fork_knows_which_of_the_shared_blocks_hold_nothing() -> None:
+    scheduler = completion_engine(sliding_window=5, num_blocks=20)
+    parent = sequence("a", 12, max_tokens=4, ignore_eos=True)
+    scheduler.reserve_remote(parent, 0.0)
+    scheduler.admit_arrived(parent, 7)
+    child = scheduler.fork(parent, "b", output_token_ids=(9,), now_s=0.0)
+    assert child.cache.swa_valid_start == parent.cache.swa_valid_start == 8
+
+
 def test_an_arrival_decodes_from_output_index_one() -> None:
     scheduler = completion_engine()
     worker = FakeWorker(scheduler.config)

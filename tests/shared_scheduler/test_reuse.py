@@ -173,6 +173,14 @@ def test_without_the_option_nothing_is_kept() -> None:
     assert (s.cache.hit_tokens, scheduler.cache, scheduler.lend(TWELVE)) == (0, None, None)
 
 
+def test_a_model_with_states_keeps_nothing_because_blocks_alone_do_not_bring_it_back() -> None:
+    engine = Engine(num_state_slots=4)
+    engine.serve(prompt("first", *TWELVE))
+    engine.serve(second := prompt("second", *TWELVE, 30))
+    assert second.cache.hit_tokens == 0
+    assert engine.scheduler.num_free_blocks == engine.scheduler.num_usable_blocks
+
+
 def test_hits_are_counted_in_tokens_once_per_sequence() -> None:
     engine = Engine()
     engine.serve(prompt("first", *TWELVE), prompt("second", *TWELVE, 1))
@@ -320,3 +328,14 @@ def test_conversations_that_fork_end_and_come_back_keep_every_invariant(
     roomy = {"prefix_cache": True, "cp_size": 1, "max_model_len": 40, "max_num_batched_tokens": 48}
     num_blocks = data.draw(st.integers(14, 40))
     run_life(data.draw(configs(engine_type, num_blocks=num_blocks, **roomy)), chat_history(seed), overlapped)
+
+
+def test_an_arrival_without_the_blocks_before_its_window_is_not_kept() -> None:
+    engine = Engine(engine_type=EngineType.COMPLETION, sliding_window=5, partial_pulls=True, num_blocks=20)
+    first = prompt("first", *TWELVE, max_tokens=2)
+    engine.arrive(first)
+    assert first.cache.swa_valid_start == 8
+    drain(engine.scheduler, engine.worker)
+    assert engine.scheduler.num_free_blocks == engine.scheduler.num_usable_blocks
+    engine.arrive(second := prompt("second", *TWELVE, max_tokens=2))
+    assert second.cache.hit_tokens == 0
