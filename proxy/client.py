@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from proxy.asgi import Receive, Scope, Send
-from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError
+from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongKey
 from proxy.event_writer import EventWriter
 from wire.json_body import to_json
 
@@ -81,7 +81,7 @@ class Client:
         """The error as this response's status and body; nothing may have been sent before."""
         self.headers.update(error.headers)
         content = to_json(error.body)
-        if not isinstance(error, BodyTooLarge | BodyTooSlow):
+        if not isinstance(error, BodyTooLarge | BodyTooSlow | WrongKey):
             await self.send_json(error.status, content)
             return
         self.headers["connection"] = "close"

@@ -4,7 +4,8 @@ ProxyError
 ├── BadRequest            400: the client must change the request (also 408 for a body that never comes)
 │   ├── ContextExceeded   400: the prompt, or what is asked for, does not fit the context
 │   ├── UnknownModel      404
-│   └── BodyTooLarge      413
+│   ├── BodyTooLarge      413
+│   └── WrongKey          401
 ├── NotServing            503: draining, or no engines that could serve it
 └── EngineFailure         one leg failed; `role` and `reason` are metric labels
     ├── EngineUnreachable 503: no connection
@@ -15,6 +16,7 @@ ProxyError
 
 from collections.abc import Mapping
 from dataclasses import replace
+from http import HTTPStatus
 
 from wire.services import EngineRole, ErrorBody, FinishReason, ServiceError
 
@@ -61,6 +63,11 @@ class UnknownModel(BadRequest):
 class BodyTooLarge(BadRequest):
     status = 413
     code = "request_too_large"
+
+
+class WrongKey(BadRequest):
+    status = 401
+    code = "invalid_api_key"
 
 
 class BodyTooSlow(BadRequest):
@@ -140,8 +147,9 @@ class EngineRefused(EngineFailure):
         self.status = status
         self.error = error
         self.headers = dict(headers or {})
-        if self.is_of_handover and status < 500:
-            # Engines blame each other for a failed hand-over; it is never the client's mistake.
+        if (self.is_of_handover and status < 500) or status == HTTPStatus.UNAUTHORIZED:
+            # Engines blame each other for a failed hand-over, and the proxy for a wrong service token; it is
+            # never the client's mistake.
             self.status = EngineBroke.status
             self.error = replace(error, type=self.error_type, param=None)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from model_files.errors import ModelFilesError
 from processes.child import die_with_parent
@@ -19,6 +20,7 @@ from proxy.draining import Draining
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from settings.loading import load_settings
+from settings.secret_keys import SecretKeysError
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         text = _load_text_model(settings)
+        app = create_app(settings, text)
         listening = bind_listener(settings.host, settings.port)
-    except (ModelFilesError, ListenError) as error:
+    except (ModelFilesError, ListenError, SecretKeysError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     _raise_descriptor_limit()
     host, port = listening.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
     logger.info("proxy for %s listening on http://%s:%d", text.name, shown_host, port)
-    _serve(settings, text, listening)
+    _serve(settings, app, listening)
     return 0
 
 
@@ -67,8 +70,7 @@ def _raise_descriptor_limit() -> None:
         )
 
 
-def _serve(settings: ProxySettings, text: TextModel, listening: socket.socket) -> None:
-    app = create_app(settings, text)
+def _serve(settings: ProxySettings, app: FastAPI, listening: socket.socket) -> None:
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -74,6 +74,11 @@ class ProxyMetrics:
             ("role",),
             registry=registry,
         )
+        self.refused_keys = Counter(
+            "tandem_proxy_refused_keys",
+            "Requests without an API key, or with one that is not known",
+            registry=registry,
+        )
         self.ready_engines = Gauge(
             "tandem_proxy_ready_engines", "Engines that can be used now", ("role",), registry=registry
         )

@@ -1,8 +1,9 @@
 """Flags and environment variables of the proxy."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from proxy.role_policies import PolicyName
@@ -42,6 +43,18 @@ class ProxySettings(ProcessSettings):
         ge=0,
         description="prompts with at most so many tokens to compute go to NORMAL engines; default: none do "
         "while there is a pair",
+    )
+    api_keys: SecretStr | None = Field(
+        None, description="API keys, comma-separated; better as a variable: arguments are visible to others"
+    )
+    api_keys_file: Path | None = Field(
+        None, description="file with an API key a line, read again when it changes; none: everybody is served"
+    )
+    service_token: SecretStr | None = Field(
+        None, description="what engines want to see; better as a variable"
+    )
+    service_token_file: Path | None = Field(
+        None, description="file whose first line is the service token, read again when it changes"
     )
 
     max_body_bytes: int = Field(8 << 20, gt=0, description="larger request bodies are refused with 413")

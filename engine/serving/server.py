@@ -13,10 +13,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.serving.errors import ServiceStartError
+from engine.serving.service_token import ServiceTokenCheck
 from engine.serving.settings import EngineServiceSettings
 from engine.serving.supervisor import EngineSupervisor
 from processes.child import die_with_parent
 from processes.listener import ListenError, bind_listener
+from settings.secret_keys import SecretKeysError, secret_keys
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ def run_service(
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it would log its own start and end
     try:
+        tokens = secret_keys(settings.service_token, settings.service_token_file)
+        app.add_middleware(ServiceTokenCheck, tokens=tokens)
         listener = bind_listener(settings.host, settings.port)
         uvicorn_config = uvicorn.Config(
             app,
@@ -42,7 +46,7 @@ def run_service(
         server = DrainingServer(uvicorn_config, supervisor, settings.grace_s)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(server, listener, supervisor))
-    except (ServiceStartError, ListenError) as error:
+    except (ServiceStartError, ListenError, SecretKeysError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
     return 0

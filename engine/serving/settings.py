@@ -1,9 +1,10 @@
 """What the prompt and the completion service have in common as flags and environment variables."""
 
 import os
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from engine.config import EngineConfig
 from settings.loading import ProcessSettings
@@ -41,6 +42,12 @@ class EngineServiceSettings(ProcessSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     grace_s: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
     zone: str | None = Field(None, description="where this is; proxies pair engines of one zone first")
+    service_token: SecretStr | None = Field(
+        None, description="what callers must show, comma-separated if there are several; better as a variable"
+    )
+    service_token_file: Path | None = Field(
+        None, description="file with a service token a line, each good, read again when it changes"
+    )
     max_body_bytes: int = Field(16 << 20, gt=0, description="larger request bodies are refused with 413")
 
     model: str = Field(
