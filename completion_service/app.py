@@ -59,6 +59,7 @@ def engine_request(body: CompletionRequest) -> AddRequest:
         sampling=body.sampling,
         num_completions=body.num_completions,
         num_replayed_tokens=body.num_replayed_tokens,
+        cache_salt=body.cache_salt,
         handover_id=body.handover_id,
         prompt_engine=body.prompt_engine,
     )

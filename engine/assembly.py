@@ -131,6 +131,7 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
         eos_token_ids=model.eos_token_ids,
         max_num_draft_tokens=config.max_num_draft_tokens,
         partial_pulls=config.role == "completion",
+        prefix_cache=config.prefix_cache,
     )
 
 

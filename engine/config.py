@@ -29,6 +29,8 @@ class EngineConfig:
     """None takes the model's own limit, or less where the KV pool is smaller than that."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    prefix_cache: bool = True
+    """Start prompts behind what earlier requests have left of them in the KV pool."""
     overlap: bool = False
     """Results are processed one step late, while the model runs."""
     stop_preempted_request: bool = True

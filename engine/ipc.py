@@ -21,6 +21,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Choice i is sampled as `sampling.of_choice(i)`."""
     num_replayed_tokens: int = 0
     """The last so many of `prompt_token_ids` are output already; only with one completion."""
+    cache_salt: str = ""
+    """Only requests with the same salt reuse each other's blocks."""
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
 
@@ -88,6 +90,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted_tokens: int = 0
     """Drafts that were verified, and those of them that came true."""
     num_preempted: int = 0
+    num_cache_query_tokens: int = 0
+    """Tokens of requests when they were admitted."""
+    num_cache_hit_tokens: int = 0
+    """Of these, those whose KV was in the prefix cache."""
+    num_cached_blocks: int = 0
+    """Blocks that the prefix cache owns, in use or not."""
+    num_evicted_blocks: int = 0
     num_placeholder_steps: int = 0
     """Steps that ran empty here because another rank of the group had something to run."""
     group_wait_s: float = 0.0

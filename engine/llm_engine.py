@@ -152,6 +152,7 @@ class LLMEngine:
             request.prompt_token_ids[:num_prompt_tokens],
             request.sampling,
             block_size=self._scheduler.config.block_size,
+            cache_salt=request.cache_salt,
         )
         sequence.store_tokens(np.array(request.prompt_token_ids[num_prompt_tokens:], np.int32))
         return sequence
@@ -189,7 +190,7 @@ class LLMEngine:
         return reports
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        scheduler, cache = self._scheduler, self._scheduler.cache_stats()
         return EngineStats(
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
@@ -205,6 +206,10 @@ class LLMEngine:
             num_drafted_tokens=self._speculation.num_drafted if self._speculation else 0,
             num_accepted_tokens=self._speculation.num_accepted if self._speculation else 0,
             num_preempted=self._num_preempted,
+            num_cache_query_tokens=cache.num_query_tokens,
+            num_cache_hit_tokens=cache.num_hit_tokens,
+            num_cached_blocks=cache.num_cached_blocks,
+            num_evicted_blocks=cache.num_evicted_blocks,
             num_placeholder_steps=self._num_placeholder_steps,
             group_wait_s=self._group.wait_s,
             busy_s=self._busy_s,
@@ -327,7 +332,7 @@ def report_results(
                 [None] * num_new if logprobs is None else logprobs.rows(row, row + num_new),
             ),
             finish_reason=sequence.finish_reason,
-            num_cached_tokens=sequence.cache.hit_tokens,
+            num_cached_tokens=min(sequence.cache.hit_tokens, sequence.num_prompt_tokens),
             is_last=sequence.finish_reason is not None,
         )
         for sequence, start, num_new, row in zip(outputs.sequences, offsets, counts, rows, strict=True)

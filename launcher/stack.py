@@ -65,6 +65,7 @@ class StackSettings(ProcessSettings):
     max_num_batched_tokens: int | None = Field(None, ge=1, description="prompt tokens in a step at most")
     block_size: int | None = Field(None, ge=1, description="tokens in a KV block")
     num_threads: int | None = Field(None, ge=1, description="threads of each engine")
+    prefix_cache: bool = Field(True, description="reuse the KV blocks of prompts that begin alike")
     overlap: bool = Field(False, description="schedule the next step while the model runs")
     speculative: SpeculativeMethod = Field(
         "off", description="ngram: guess that the text goes on as it did before, verify several tokens a step"
@@ -105,6 +106,7 @@ SHARED_WITH_SERVICES = (
     "max_num_batched_tokens",
     "block_size",
     "num_threads",
+    "prefix_cache",
     "overlap",
     "stop_preempted_request",
 )

@@ -65,6 +65,7 @@ async def prefill(supervisor: EngineSupervisor, body: PromptRequest) -> PromptRe
         sampling=body.sampling,
         num_completions=body.num_completions,
         num_replayed_tokens=body.num_replayed_tokens,
+        cache_salt=body.cache_salt,
     )
     outputs: list[RequestOutput] = []
     with link.open_stream(command) as stream:

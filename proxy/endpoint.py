@@ -251,6 +251,7 @@ class _Exchange:
             prompt_token_ids=prompt.prompt_token_ids,
             sampling=prompt.sampling,
             num_completions=prompt.num_completions,
+            cache_salt=prompt.cache_salt,
         )
         services = self._services
         limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)

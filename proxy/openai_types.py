@@ -18,7 +18,7 @@ from proxy.structured_fields import StructuredFields
 from proxy.tools.choice import ToolUse, tool_use
 from proxy.tools.definitions import ToolChoice, ToolList
 from wire.sampling import MAX_LOGIT_BIASES, MAX_SEED, MAX_TOP_LOGPROBS
-from wire.services import MAX_COMPLETIONS
+from wire.services import MAX_CACHE_SALT_CHARS, MAX_COMPLETIONS
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -81,6 +81,8 @@ class GenerationRequest(SamplingFields):
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    """An extension: only requests with the same salt share cached prompts."""
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:

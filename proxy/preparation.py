@@ -33,6 +33,7 @@ class PreparedPrompt:
     form: MessageForm
     echo: str = ""
     """Text that each choice begins with, because the client asked for its prompt."""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class Preparation:
             route,
             rendered.form,
             rendered.echo,
+            request.cache_salt or "",
         )
 
 

@@ -51,6 +51,7 @@ class PromptWork:
     num_completions: int
     num_replayed_tokens: int = 0
     """The last so many of the ids were generated before, on other engines."""
+    cache_salt: str = ""
 
     @property
     def num_tokens_at_end(self) -> int:
@@ -94,6 +95,7 @@ async def _run_single(
         sampling=work.sampling,
         num_completions=work.num_completions,
         num_replayed_tokens=work.num_replayed_tokens,
+        cache_salt=work.cache_salt,
     )
     timeouts = calls.timeouts
     async with calls.completion(engine, body, timeouts.first_byte_s) as leg:
@@ -191,6 +193,7 @@ class _PairFlow:
             sampling=work.sampling,
             num_completions=work.num_completions,
             num_replayed_tokens=work.num_replayed_tokens,
+            cache_salt=work.cache_salt,
         )
         self._may_be_held = True
         try:
@@ -270,6 +273,7 @@ class _PairFlow:
             sampling=self._work.sampling,
             num_completions=self._work.num_completions,
             num_replayed_tokens=self._work.num_replayed_tokens,
+            cache_salt=self._work.cache_salt,
             handover_id=self._work.handover_id,
             prompt_engine=PromptEngineAddress(
                 engine_id=info.engine_id, epoch=info.epoch, control_address=info.control_address

@@ -7,6 +7,7 @@ from wire.sampling import SamplingParams
 
 MAX_COMPLETIONS = 8
 """Choices of one prompt at most."""
+MAX_CACHE_SALT_CHARS = 256
 
 EngineRole = Literal["prompt", "completion", "normal"]
 
@@ -60,6 +61,12 @@ def check_num_completions(num_completions: int) -> None:
         raise ValueError(f"num_completions must be between 1 and {MAX_COMPLETIONS}, got {num_completions}")
 
 
+def check_cache_salt(cache_salt: str) -> None:
+    """`ValueError` that names the limit."""
+    if len(cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise ValueError(f"cache_salt has {len(cache_salt)} characters, {MAX_CACHE_SALT_CHARS} are allowed")
+
+
 def check_replay(
     num_replayed_tokens: int,
     prompt_token_ids: tuple[int, ...],
@@ -91,8 +98,11 @@ class PromptRequest:
     num_replayed_tokens: int = 0
     """The last so many of `prompt_token_ids` were generated elsewhere: output 0 and on of a completion that
     goes on here. They count against `max_tokens`, and the next output index is this number."""
+    cache_salt: str = ""
+    """Only requests with the same salt reuse each other's computed blocks."""
 
     def __post_init__(self) -> None:
+        check_cache_salt(self.cache_salt)
         check_num_completions(self.num_completions)
         check_replay(self.num_replayed_tokens, self.prompt_token_ids, self.sampling, self.num_completions)
 
@@ -134,10 +144,12 @@ class CompletionRequest:
     num_completions: int = 1
     num_replayed_tokens: int = 0
     """As in `PromptRequest`; the indices that are streamed begin that much later."""
+    cache_salt: str = ""
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
 
     def __post_init__(self) -> None:
+        check_cache_salt(self.cache_salt)
         check_num_completions(self.num_completions)
         check_replay(self.num_replayed_tokens, self.prompt_token_ids, self.sampling, self.num_completions)
 
@@ -193,6 +205,7 @@ class EngineInfo:
     block_size: int
     num_usable_blocks: int
     num_free_blocks: int
+    """Blocks that no request uses; some of them may be cached, and are given up when they are needed."""
     zone: str | None = None
     """Where the engine is: blocks move faster within a zone."""
     version: str

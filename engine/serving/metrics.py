@@ -33,7 +33,12 @@ ENGINE_METRICS = (
         "tandem_engine_running_sequences", "gauge", "Sequences taking part in steps", lambda s: s.num_running
     ),
     EngineMetric("tandem_engine_handovers", "gauge", "Hand-overs held or awaited", lambda s: s.num_handovers),
-    EngineMetric("tandem_engine_kv_free_blocks", "gauge", "Free KV blocks", lambda s: s.num_free_blocks),
+    EngineMetric(
+        "tandem_engine_kv_free_blocks",
+        "gauge",
+        "KV blocks no request uses, cached ones included",
+        lambda s: s.num_free_blocks,
+    ),
     EngineMetric("tandem_engine_kv_blocks", "gauge", "KV blocks of the pool", lambda s: s.num_usable_blocks),
     EngineMetric("tandem_engine_state_free_slots", "gauge", "Free state slots", lambda s: s.num_free_slots),
     EngineMetric(
@@ -72,6 +77,30 @@ ENGINE_METRICS = (
         "counter",
         "Sequences ended for want of room",
         lambda s: s.num_preempted,
+    ),
+    EngineMetric(
+        "tandem_engine_cache_query_tokens_total",
+        "counter",
+        "Tokens of admitted requests looked up in the prefix cache",
+        lambda s: s.num_cache_query_tokens,
+    ),
+    EngineMetric(
+        "tandem_engine_cache_hit_tokens_total",
+        "counter",
+        "Tokens of admitted requests found in the prefix cache",
+        lambda s: s.num_cache_hit_tokens,
+    ),
+    EngineMetric(
+        "tandem_engine_cache_blocks",
+        "gauge",
+        "KV blocks the prefix cache owns, in use or not",
+        lambda s: s.num_cached_blocks,
+    ),
+    EngineMetric(
+        "tandem_engine_cache_evicted_blocks_total",
+        "counter",
+        "KV blocks the prefix cache gave up for others",
+        lambda s: s.num_evicted_blocks,
     ),
     EngineMetric("tandem_engine_busy_seconds_total", "counter", "Time spent in steps", lambda s: s.busy_s),
     EngineMetric(

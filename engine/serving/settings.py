@@ -24,6 +24,7 @@ SHARED_WITH_ENGINE = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "prefix_cache",
     "overlap",
     "stop_preempted_request",
     "transport",
@@ -72,6 +73,7 @@ class EngineServiceSettings(ProcessSettings):
     )
     max_num_seqs: int = Field(64, ge=1, description="sequences in a step at most")
     max_num_batched_tokens: int = Field(512, ge=1, description="prompt tokens in a step at most (the chunk)")
+    prefix_cache: bool = Field(True, description="reuse the KV blocks of prompts that begin alike")
     overlap: bool = Field(False, description="schedule the next step while the model runs")
     stop_preempted_request: bool = Field(
         True, description="end a request that loses its KV blocks; off: compute it again later"
