@@ -132,6 +132,7 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
         max_num_draft_tokens=config.max_num_draft_tokens,
         partial_pulls=config.role == "completion",
         prefix_cache=config.prefix_cache,
+        cache_events=config.prefix_cache,
     )
 
 

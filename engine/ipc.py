@@ -6,6 +6,7 @@ sends one `StepEvents` per step however many requests took part in it.
 
 import msgspec
 
+from wire.cache import CacheEvent
 from wire.sampling import SamplingParams
 from wire.services import FinishReason, OutputToken, PromptEngineAddress, ServiceError
 
@@ -145,6 +146,7 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
 class StepEvents(msgspec.Struct, frozen=True, tag=True):
     outputs: tuple[RequestOutput, ...]
     stats: EngineStats
+    cache_events: tuple[CacheEvent, ...] = ()
 
 
 Event = Progress | Ready | StartFailed | GroupEnded | Pulse | StepEvents

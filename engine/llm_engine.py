@@ -37,6 +37,7 @@ from shared_scheduler import (
     SequenceStatus,
     StepResults,
 )
+from wire.cache import CacheEvent
 from wire.services import OutputToken, ServiceError, TokenLogprobs
 
 
@@ -188,6 +189,10 @@ class LLMEngine:
         while len(self._in_flight) > num_ahead:
             self._finish(self._in_flight.popleft(), reports)
         return reports
+
+    def take_cache_events(self) -> tuple[CacheEvent, ...]:
+        """What changed in the prefix cache since the last call."""
+        return self._scheduler.take_cache_events()
 
     def stats(self) -> EngineStats:
         scheduler, cache = self._scheduler, self._scheduler.cache_stats()

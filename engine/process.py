@@ -114,7 +114,7 @@ class EngineProcess:
             num_free = engine.num_free_blocks
             if outputs or num_free != num_reported_free or (now_s - reported_s) * 1000 >= IDLE_REPORT_MS:
                 reported_s, num_reported_free = now_s, num_free
-                self.send(StepEvents(tuple(outputs), engine.stats()))
+                self.send(StepEvents(tuple(outputs), engine.stats(), engine.take_cache_events()))
 
     def close(self) -> None:
         if self._engine is not None:

@@ -62,6 +62,8 @@ class SchedulerConfig:
     """Off: decide exactly as the reference does, its known faults included (docs/decisions)."""
     prefix_cache: bool = False
     """Keep computed blocks when their sequences let go, and start prompts behind what is kept of them."""
+    cache_events: bool = False
+    """Collect what changes in the prefix cache for `take_cache_events`."""
     partial_pulls: bool = False
     """COMPLETION: `reserve_remote` puts cached blocks at the head of the table, which no transfer may write
     (`hit_tokens`). Off: the transfer fills the whole table, and the cache only keeps what has arrived."""

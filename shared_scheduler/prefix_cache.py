@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from shared_scheduler.block_manager import BlockManager
+from shared_scheduler.cache_events import CacheEventLog
 from shared_scheduler.radix_tree import NO_BLOCKS, Node, Place, RadixTree
 from shared_scheduler.rows import Int32Array
 
@@ -39,8 +40,9 @@ NO_HIT = Hit(NO_BLOCKS)
 class PrefixCache:
     """The cached blocks of one pool. Keys are those of `radix_tree`."""
 
-    def __init__(self, blocks: BlockManager, block_size: int) -> None:
+    def __init__(self, blocks: BlockManager, block_size: int, *, has_events: bool = False) -> None:
         self.tree = RadixTree(block_size)
+        self.events = CacheEventLog(self.tree, block_size) if has_events else None
         self.num_evicted = 0
         """Blocks evicted so far."""
         self.version = 0
@@ -103,7 +105,10 @@ class PrefixCache:
             return block_ids
         self._blocks.own(rest)
         self.version += 1
-        self._touch(self.tree.insert(key, salt, place, rest))
+        node = self.tree.insert(key, salt, place, rest)
+        self._touch(node)
+        if self.events is not None:
+            self.events.stored(node)
         return block_ids
 
     def evict(self, num_blocks: int) -> None:
@@ -121,11 +126,15 @@ class PrefixCache:
             self.num_evicted += num_unused
             self.version += 1
             num_blocks -= num_unused
+            if self.events is not None:
+                self.events.removing(leaf, num_unused)
             self._enqueue(self.tree.trim(leaf, num_unused))
 
     def check_invariants(self) -> None:
         """The tree's blocks are those of the pool, used up to a point on every path, evictable behind it."""
         self.tree.check_invariants()
+        if self.events is not None:
+            self.events.check_invariants()
         counts, is_cached = self._blocks.counts(), self._blocks.cached()
         in_tree = [node.blocks for node in self.tree.nodes()]
         block_ids = np.concatenate(in_tree) if in_tree else NO_BLOCKS

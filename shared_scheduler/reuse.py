@@ -35,9 +35,10 @@ class Reuse:
         self._block_size = config.block_size
         self._image_pad = config.image_pad_token_id
         self._image_start = config.image_start_token_id
+        self.cache: PrefixCache | None = None
         # Blocks alone do not bring back a sequence whose model keeps a state beside them.
-        is_on = config.prefix_cache and config.num_state_slots is None
-        self.cache = PrefixCache(blocks, config.block_size) if is_on else None
+        if config.prefix_cache and config.num_state_slots is None:
+            self.cache = PrefixCache(blocks, config.block_size, has_events=config.cache_events)
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
         self._last: tuple[Sequence, int, int, Hit] | None = None

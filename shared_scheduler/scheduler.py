@@ -28,6 +28,7 @@ from shared_scheduler.sequence import Sequence
 from shared_scheduler.status import SequenceStatus
 from shared_scheduler.step_time import StepTimeModel
 from shared_scheduler.voting import GroupVote, SingleRank, StepClock, agree_on_config
+from wire.cache import CacheEvent
 from wire.sampling import SamplingParams
 from wire.services import FinishReason
 
@@ -279,6 +280,11 @@ class Scheduler:
     def cache(self) -> PrefixCache | None:
         """The prefix cache; None where `prefix_cache` is off."""
         return self._holdings.reuse.cache
+
+    def take_cache_events(self) -> tuple[CacheEvent, ...]:
+        """What changed in the prefix cache since the last call; nothing unless `cache_events` is set."""
+        events = None if self.cache is None else self.cache.events
+        return () if events is None else events.take()
 
     def cache_stats(self) -> CacheStats:
         return self._holdings.reuse.stats()

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from importlib.metadata import version
+from typing import Annotated
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -13,8 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.serving.errors import EngineUnavailable, InvalidRequest, ServiceFailure
 from engine.serving.metrics import ServiceMetrics
 from engine.serving.supervisor import EngineSupervisor
+from wire.cache import CacheEvents
 from wire.json_body import to_json
 from wire.services import EngineInfo, EngineRole, ErrorBody, ServiceError
+
+MAX_CACHE_EVENTS_WAIT_S = 30.0
 
 
 def create_service_app(
@@ -43,6 +47,24 @@ def create_service_app(
     @app.get("/info")
     async def info() -> Response:
         return Response(to_json(engine_info(role, supervisor)), media_type="application/json")
+
+    @app.get("/v1/cache/events")
+    async def cache_events(
+        epoch: int | None = None,
+        after: Annotated[int, Query(ge=0)] = 0,
+        wait_s: Annotated[float, Query(ge=0, le=MAX_CACHE_EVENTS_WAIT_S)] = 0.0,
+    ) -> Response:
+        engine = engine_info(role, supervisor)
+        log = supervisor.cache_log
+        events = await log.read(epoch, after, wait_s)
+        answer = CacheEvents(
+            engine_id=engine.engine_id,
+            epoch=log.epoch,
+            block_size=engine.block_size,
+            next_event=log.next_event,
+            events=events,
+        )
+        return Response(to_json(answer), media_type="application/json")
 
     @app.get("/metrics")
     async def prometheus() -> Response:

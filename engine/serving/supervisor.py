@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from engine.config import EngineConfig
 from engine.ipc import EngineStats, GroupEnded, Progress, Ready, StartFailed, StepEvents
+from engine.serving.cache_log import CacheLog
 from engine.serving.engine_link import EngineLink
 from engine.serving.errors import EngineUnavailable, ServiceStartError
 from engine.serving.settings import EngineServiceSettings
@@ -54,6 +55,7 @@ class EngineSupervisor:
         self.engine: Ready | None = None
         self.config: EngineConfig | None = None
         self.stats: EngineStats | None = None
+        self.cache_log = CacheLog()
         self.num_restarts = 0
         self._num_events = 0
         self._heard = asyncio.Event()
@@ -135,6 +137,7 @@ class EngineSupervisor:
             self._role, self._engine_id, epoch, commands, events
         )
         self._set_loading()
+        self.cache_log.restart(epoch)
         link = self._link = EngineLink(context, commands, events)
         process = await _spawn(config)
         try:
@@ -194,6 +197,7 @@ class EngineSupervisor:
             match event:
                 case StepEvents():
                     self.on_stats(event.stats)
+                    self.cache_log.add(event.cache_events)
                 case Progress():
                     self.progress = event
                 case Ready():

@@ -78,6 +78,7 @@ def configs(draw: st.DrawFn, engine_type: EngineType, **fixed: Any) -> Scheduler
         "max_chunk_tokens": draw(st.sampled_from([None, None, 8])) if chunked else None,
         "remote_growth_tokens": draw(st.sampled_from([1, 8])),
         "prefix_cache": draw(st.booleans()),
+        "cache_events": True,
         "partial_pulls": draw(st.booleans()),
     }
     return SchedulerConfig(**(values | fixed))
@@ -245,6 +246,7 @@ class Life:
     without_blocks: set[str] = field(default_factory=set)
     """Their next chunk is their first, or their first again."""
     admitted: set[str] = field(default_factory=set)
+    cached_names: set[str] = field(default_factory=set)
     loans: list[tuple[Loan, list[int], str]] = field(default_factory=list)
     imports: list[Import] = field(default_factory=list)
     """Filled, neither committed nor dropped."""
@@ -531,6 +533,18 @@ class Life:
         if s.status in UNDISTURBED:
             assert outputs == expected
 
+    def _follow_events(self) -> None:
+        """What a router that reads the cache's events believes is cached."""
+        for event in self.scheduler.take_cache_events():
+            names = set(event.names)
+            if event.kind == "stored":
+                assert not names & self.cached_names
+                self.cached_names |= names
+            else:
+                assert event.kind == "removed"
+                assert names <= self.cached_names
+                self.cached_names -= names
+
     # ----- the end
 
     def drain(self) -> None:
@@ -557,7 +571,11 @@ class Life:
         if cache is None:
             return
         num_blocks = cache.num_blocks
+        self._follow_events()
+        assert len(self.cached_names) == num_blocks
         cache.evict(num_blocks)
+        self._follow_events()
+        assert not self.cached_names
         self.scheduler.check_invariants()
         assert cache.num_blocks == 0
         assert self.scheduler.cache_stats().num_evicted_blocks >= num_blocks
