@@ -12,6 +12,7 @@ from wire.services import EngineRole
 
 OWN_ENGINE_FIELDS = (
     "handover_wait_s",
+    "min_self_test_rate",
     "room_wait_s",
     "arrival_share",
     "speculative",
@@ -35,6 +36,11 @@ class CompletionServiceSettings(EngineServiceSettings):
     port: int = Field(7002, ge=0, le=65535, description="port of the HTTP server; 0 takes a free one")
     engine: Literal["completion", "normal"] = Field(
         "completion", description="normal: one engine that prefills and decodes, without hand-overs"
+    )
+    min_self_test_rate: float = Field(
+        100e6,
+        gt=0,
+        description="bytes/s; a prompt engine that is read more slowly at first contact is a warning",
     )
     handover_wait_s: float = Field(
         60.0, gt=0, description="how long a request may wait for its KV blocks, or for room for them"

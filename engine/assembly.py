@@ -28,7 +28,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transport import Transport
-from kv_transfer.transports import make_transport
+from kv_transfer.transports import check_rdma, make_transport
 from model_files.errors import ModelFilesError
 from model_files.interface import ModelFiles
 from model_files.resolve import resolve_model
@@ -201,8 +201,15 @@ def build_role(
     """The engine's role, the transport it uses and the address peers reach it at."""
     if config.role == "normal":
         return NoHandover(scheduler), None, None
-    transport: Transport = make_transport(config.transport)
-    settings = TransferSettings(lease_s=config.lease_s, advertise_host=config.control_advertise_host)
+    if config.require_rdma:
+        check_rdma(config.transport)
+    transport: Transport = make_transport(config.transport, config.nixl_backend)
+    settings = TransferSettings(
+        lease_s=config.lease_s,
+        advertise_host=config.control_advertise_host,
+        require_rdma=config.require_rdma,
+        min_self_test_bytes_per_s=config.min_self_test_rate,
+    )
     regions = regions_of(runner)
     if config.role == "completion":
         sink = HandoverSink(identity, regions, transport, settings, wake)

@@ -22,6 +22,7 @@ from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable
 from kv_transfer.sink import HandoverSink
 from shared_scheduler import AllocStatus, RequestError, Scheduler, Sequence
 from wire.services import ServiceError
+from wire.transfer import TransferPeer
 
 Stage = Literal["asked", "offered", "pulling", "leaving"]
 
@@ -125,6 +126,9 @@ class CompletionHandover:
 
     def transfer_counters(self) -> dict[str, float]:
         return flatten_counters(self._sink.stats())
+
+    def transfer_peers(self) -> tuple[TransferPeer, ...]:
+        return self._sink.peers()
 
     def close(self) -> None:
         self._sink.close()

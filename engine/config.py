@@ -55,6 +55,10 @@ class EngineConfig:
     """How long a rank that lives may keep the others waiting."""
 
     transport: str = "auto"
+    nixl_backend: str = "UCX"
+    require_rdma: bool = False
+    min_self_test_rate: float = 100e6
+    """Bytes per second; a completion engine warns of a prompt engine that it reads from more slowly."""
     control_bind: str = "tcp://127.0.0.1:0"
     control_advertise_host: str | None = None
     lease_s: float = 10.0

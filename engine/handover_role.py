@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
 from shared_scheduler import Scheduler, Sequence
+from wire.transfer import TransferPeer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,6 +42,9 @@ class HandoverRole(Protocol):
 
     def transfer_counters(self) -> dict[str, float]:
         """Counters of the protocol and its transport, by name, for the metrics."""
+
+    def transfer_peers(self) -> tuple[TransferPeer, ...]:
+        """What a completion engine knows of each prompt engine it has met."""
 
     def close(self) -> None:
         """End the transfer threads."""
@@ -86,6 +90,9 @@ class NoHandover:
 
     def transfer_counters(self) -> dict[str, float]:
         return {}
+
+    def transfer_peers(self) -> tuple[TransferPeer, ...]:
+        return ()
 
     def close(self) -> None:
         pass

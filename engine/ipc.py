@@ -9,6 +9,7 @@ import msgspec
 from wire.cache import CacheEvent
 from wire.sampling import SamplingParams
 from wire.services import FinishReason, OutputToken, PromptEngineAddress, ServiceError
+from wire.transfer import TransferPeer
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -105,6 +106,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0
     transfer: dict[str, float] = {}
     """Counters of the hand-over protocol and its transport, by name."""
+    peers: tuple[TransferPeer, ...] = ()
+    """Completion engine: the prompt engines it has met."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -219,6 +219,7 @@ class LLMEngine:
             group_wait_s=self._group.wait_s,
             busy_s=self._busy_s,
             transfer=self._role.transfer_counters(),
+            peers=self._role.transfer_peers(),
         )
 
     def close(self) -> None:

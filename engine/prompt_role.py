@@ -18,6 +18,7 @@ from kv_transfer.events import Released
 from kv_transfer.offers import Announcement, Offer
 from kv_transfer.source import HandoverSource
 from shared_scheduler import RequestError, Scheduler, Sequence
+from wire.transfer import TransferPeer
 
 
 class PromptHandover:
@@ -96,6 +97,9 @@ class PromptHandover:
 
     def transfer_counters(self) -> dict[str, float]:
         return flatten_counters(self._source.stats())
+
+    def transfer_peers(self) -> tuple[TransferPeer, ...]:
+        return ()
 
     def close(self) -> None:
         self._source.close()

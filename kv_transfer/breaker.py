@@ -45,10 +45,13 @@ class Breakers:
             return None
         return f"it failed {record.num_failures} times in a row ({record.message}); {again}"
 
-    def num_open(self) -> int:
-        return sum(
-            record.num_failures >= self._settings.breaker_failures for record in list(self._records.values())
-        )
+    def paused_engines(self) -> list[str]:
+        """Open or half-open ones, by engine id."""
+        return [
+            address.engine_id
+            for address, record in list(self._records.items())
+            if record.num_failures >= self._settings.breaker_failures
+        ]
 
     def trying(self, address: PromptEngineAddress) -> None:
         """A session with it begins."""

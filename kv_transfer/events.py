@@ -11,6 +11,7 @@ FailReason = Literal[
     "peer_lost",
     "connect_failed",
     "peer_paused",
+    "self_test_failed",
     "incompatible",
     "wrong_engine",
     "withdrawn",

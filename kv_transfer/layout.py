@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from kv_transfer.errors import LayoutError
 
-RegionKind = Literal["kv", "state"]
+RegionKind = Literal["kv", "state", "scratch"]
+"""`scratch` is what peers test the path with."""
 
 BlockIds: TypeAlias = npt.NDArray[np.int32]
 

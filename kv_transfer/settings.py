@@ -24,6 +24,12 @@ class TransferSettings:
     """Sink: from the release to the source's confirmation."""
     fence_after_s: float = 7.0
     """Sink: a read still running this long after it was given up costs the peer its connection."""
+    self_test_timeout_s: float = 3.0
+    """Sink: from the end of the hello to the end of the first contact's self-test."""
+    min_self_test_bytes_per_s: float = 100e6
+    """Sink: a self-test below this rate is a warning."""
+    require_rdma: bool = False
+    """Sink: a peer that is not read over RDMA is not read at all."""
     breaker_failures: int = 3
     """Sink: a peer that fails this often in a row is left alone for a pause."""
     breaker_pause_s: float = 0.25
@@ -44,7 +50,7 @@ class TransferSettings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name != "advertise_host" and not value > 0:
+            if item.name not in ("advertise_host", "require_rdma") and not value > 0:
                 raise SettingsError(f"{item.name} must be positive, got {value}")
         if self.heartbeat_timeout_s <= self.heartbeat_interval_s:
             raise SettingsError(

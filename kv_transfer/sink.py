@@ -18,18 +18,24 @@ from kv_transfer.events import Failed, FailReason, SinkEvent
 from kv_transfer.layout import BlockIds, Identity, Region, as_block_ids
 from kv_transfer.messages import ToSource, encode
 from kv_transfer.pump import BUSY_S, IDLE_S, Clock, Pump
+from kv_transfer.self_test import SinkScratch
 from kv_transfer.settings import TransferSettings
+from kv_transfer.sink_peers import SinkPeers
 from kv_transfer.sink_session import PeerSession
 from kv_transfer.sockets import control_dealer, receive_all
 from kv_transfer.stats import SinkCounters, SinkStats
 from kv_transfer.transport import Transport
 from wire.services import PromptEngineAddress
+from wire.transfer import PeerState, TransferPeer
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.02
 
-_PEERS_FAULTS: tuple[FailReason, ...] = ("peer_lost", "connect_failed")
+REPORT_S = 0.2
+"""Reports of peers are this old at most: they are asked for at every step."""
+
+_PEERS_FAULTS: tuple[FailReason, ...] = ("peer_lost", "connect_failed", "self_test_failed")
 
 _MONITORED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
@@ -109,18 +115,21 @@ class HandoverSink:
         clock: Clock = time.monotonic,
     ) -> None:
         self._identity = identity
-        self._regions = tuple(regions)
+        self._scratch = SinkScratch()
+        self._regions = (*regions, self._scratch.region)
         self._transport = transport
         self._settings = settings
         self._wake = wake
         self._clock = clock
-        self._counters = SinkCounters()
+        self._known = SinkPeers()
         self._events: deque[SinkEvent] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[PromptEngineAddress, tuple[PeerSession, _Link]] = {}
         self._owner: dict[str, PeerSession] = {}
         """Hand-over id to its session; entries of ended hand-overs go at the next tick."""
         self._breakers = Breakers(settings)
+        self._report: tuple[TransferPeer, ...] = ()
+        self._report_until_s = clock()
         self._next_tick_s = clock()
         self._pump = Pump("handover-sink", self._set_up, self._turn, self._tear_down, self._count_error)
         self._pump.start()
@@ -162,13 +171,13 @@ class HandoverSink:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def stats(self) -> SinkStats:
-        counters = self._counters
+        counters = self._known.total()
         sessions = [session for session, _ in list(self._peers.values())]
         return SinkStats(
             num_handovers=sum(session.num_handovers for session in sessions),
             num_peers=sum(session.is_ready for session in sessions),
             num_quarantined_blocks=sum(session.num_quarantined_blocks for session in sessions),
-            num_paused_peers=self._breakers.num_open(),
+            num_paused_peers=len(self._breakers.paused_engines()),
             requests=counters.requests,
             arrived=counters.arrived,
             abandoned=counters.abandoned,
@@ -179,11 +188,26 @@ class HandoverSink:
             blocks_skipped=counters.blocks_skipped,
             renewals=counters.renewals,
             fences=counters.fences,
+            quarantined_blocks=counters.quarantined_blocks,
             seconds_by_stage=dict(counters.stage_s),
             counts_by_stage=dict(counters.stage_counts),
             ignored_by_kind=dict(counters.ignored),
             internal_errors=counters.internal_errors,
         )
+
+    def peers(self) -> tuple[TransferPeer, ...]:
+        """Every prompt engine met so far; at most a few moments old."""
+        now_s = self._clock()
+        if now_s >= self._report_until_s:
+            self._report = self._known.report(self._states())
+            self._report_until_s = now_s + REPORT_S
+        return self._report
+
+    def _states(self) -> dict[str, PeerState]:
+        states: dict[str, PeerState] = dict.fromkeys(self._breakers.paused_engines(), "paused")
+        for address, (session, _) in list(self._peers.items()):
+            states[address.engine_id] = "ready" if session.is_ready else "connecting"
+        return states
 
     def close(self) -> None:
         """Let go of every hand-over and fence every read; open ones end with `Failed(closed)`. Idempotent."""
@@ -197,32 +221,36 @@ class HandoverSink:
     def _request(self, handover_id: str, address: PromptEngineAddress, limit_s: float) -> None:
         owner = self._owner.get(handover_id)
         if owner is not None and handover_id in owner:
-            self._counters.ignored["duplicate"] += 1
+            self._known.nobody.ignored["duplicate"] += 1
             logger.error("hand-over %s is requested twice", handover_id)
             return
-        self._counters.requests += 1
+        known = self._known.at(address)
+        known.counters.requests += 1
         now_s = self._clock()
         if self._num_handovers >= self._settings.max_handovers:
-            self._refuse(handover_id, f"max_handovers ({self._settings.max_handovers}) are under way")
+            text = f"max_handovers ({self._settings.max_handovers}) are under way"
+            self._refuse(handover_id, text, known.counters)
             return
         paused = self._paused(address, now_s)
         if paused is not None:
             text = f"prompt engine {address.engine_id} at {address.control_address}: {paused}"
-            self._refuse(handover_id, text, "peer_paused")
+            self._refuse(handover_id, text, known.counters, "peer_paused")
             return
         session = self._session(address, now_s)
         if session is not None:
             self._owner[handover_id] = session
             session.request(handover_id, now_s + limit_s, now_s)
         else:
-            self._refuse(handover_id, f"cannot connect to {address.control_address!r}")
+            self._refuse(handover_id, f"cannot connect to {address.control_address!r}", known.counters)
 
     @property
     def _num_handovers(self) -> int:
         return sum(session.num_handovers for session, _ in self._peers.values())
 
-    def _refuse(self, handover_id: str, message: str, reason: FailReason = "refused") -> None:
-        self._counters.failures[reason] += 1
+    def _refuse(
+        self, handover_id: str, message: str, counters: SinkCounters, reason: FailReason = "refused"
+    ) -> None:
+        counters.failures[reason] += 1
         self._events.append(Failed(handover_id, reason, message, blocks_safe=True))
 
     def _paused(self, address: PromptEngineAddress, now_s: float) -> str | None:
@@ -250,10 +278,11 @@ class HandoverSink:
             self._regions,
             self._transport,
             self._settings,
-            self._counters,
+            self._known.at(address).counters,
             lambda message: self._send(link, message),
             self._events.append,
             now_s,
+            self._scratch,
         )
         self._peers[address] = (session, link)
         self._breakers.trying(address)
@@ -318,6 +347,8 @@ class HandoverSink:
 
     def _remove_lost(self, now_s: float) -> None:
         for address, (session, link) in list(self._peers.items()):
+            if session.path is not None:
+                self._known.at(address).path = session.path
             if session.has_read:
                 self._breakers.worked(address)
             if session.lost is not None:
@@ -343,10 +374,10 @@ class HandoverSink:
             link.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
             # Its queue is full: it does not read. No answer will come, and the deadlines notice.
-            self._counters.ignored["unsent"] += 1
+            self._known.at(link.address).counters.ignored["unsent"] += 1
 
     def _count_error(self) -> None:
-        self._counters.internal_errors += 1
+        self._known.nobody.internal_errors += 1
 
     def _tear_down(self) -> None:
         now_s = self._clock()

@@ -27,6 +27,8 @@ class Opened:
     """The source's, in its blocks."""
     units: Units
     lease_s: float
+    version: str
+    """Of the transport at the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class SinkHello:
             connection = self._connect(message.blob, regions, units)
         except ReadError as error:
             return Unusable("connect_failed", str(error))
-        return Opened(connection, regions, units, message.lease_s)
+        return Opened(connection, regions, units, message.lease_s, message.transport_version)
 
     def _connect(self, blob: bytes, regions: Sequence[Region], units: Units) -> Connection:
         """Both sides' KV regions as arrays of equal pieces."""

@@ -404,6 +404,7 @@ class SinkLedger:
         elif handover.stage is not Stage.CONFIRMING:
             self._release(handover, outcome)
         if self._reads is not None and not self._reads.cancel(handover):
+            self._counters.quarantined_blocks += handover.num_local_blocks
             handover.stage = Stage.QUARANTINED
             handover.deadline_s = now_s + self._settings.fence_after_s
             return False

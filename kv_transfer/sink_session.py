@@ -1,8 +1,9 @@
 """One sink's conversation with one prompt engine process. No sockets, no clock: every call brings `now_s`.
 
 1. *Hello*: `sink_hello` says what is sent and what the answers mean.
-2. *Ready*: messages go to the ledger, leases are renewed, reads are polled.
-3. *Lost*: the peer is gone, is not the right one, or must be fenced. Its reads are stopped, its hand-overs
+2. *First contact*: the path is measured by reading the source's scratch memory.
+3. *Ready*: messages go to the ledger, leases are renewed, reads are polled.
+4. *Lost*: the peer is gone, is not the right one, or must be fenced. Its reads are stopped, its hand-overs
    have ended, and this object is never used again.
 """
 
@@ -25,8 +26,10 @@ from kv_transfer.messages import (
     Unavailable,
     decode_to_sink,
 )
+from kv_transfer.self_test import SinkScratch
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sink_hello import SinkHello, Unusable
+from kv_transfer.sink_contact import FirstContact, PathReport
+from kv_transfer.sink_hello import Opened, SinkHello, Unusable
 from kv_transfer.sink_ledger import SinkLedger
 from kv_transfer.sink_reads import Reads
 from kv_transfer.sink_renewals import Renewals
@@ -49,8 +52,15 @@ class PeerSession:
         send: Callable[[ToSource], None],
         emit: Callable[[SinkEvent], None],
         now_s: float,
+        scratch: SinkScratch | None = None,
     ) -> None:
+        """Without `scratch` the path is not tested."""
         self.address = address
+        self._regions = tuple(regions)
+        self._scratch = scratch
+        self._contact: FirstContact | None = None
+        """While the path is tested."""
+        self.path: PathReport | None = None
         self._settings = settings
         self._counters = counters
         self._send = send
@@ -77,6 +87,8 @@ class PeerSession:
 
     @property
     def connection(self) -> Connection | None:
+        if self._contact is not None:
+            return self._contact.opened.connection
         return None if self._reads is None else self._reads.connection
 
     @property
@@ -85,6 +97,8 @@ class PeerSession:
 
     @property
     def num_reads(self) -> int:
+        if self._contact is not None:
+            return 1
         return 0 if self._reads is None else len(self._reads)
 
     @property
@@ -158,6 +172,8 @@ class PeerSession:
 
     def poll(self, now_s: float) -> bool:
         """True if reads ended."""
+        if self._contact is not None:
+            return self._poll_contact(self._contact, now_s)
         results = [] if self._reads is None else self._reads.poll()
         for result in results:
             if self.is_lost:
@@ -171,7 +187,10 @@ class PeerSession:
 
     def tick(self, now_s: float) -> None:
         """Every deadline is looked at; call a few times a second."""
-        if not self.is_ready and now_s >= self._hello_until_s:
+        overdue = None if self._contact is None else self._contact.overdue(now_s)
+        if overdue is not None:
+            self._give_up(overdue, now_s)
+        if self._contact is None and not self.is_ready and now_s >= self._hello_until_s:
             self.lose("connect_failed", f"no hello within {self._settings.connect_timeout_s} s", now_s)
         self._ledger.check_deadlines(now_s)
         if self.is_ready and not self.is_lost:
@@ -185,6 +204,10 @@ class PeerSession:
         if self._reads is not None:
             self._reads.close()
             self._reads = None
+        if self._contact is not None:
+            self._contact.opened.connection.close()
+            self._contact.close()
+            self._contact = None
         self._ledger.lose_all(
             reason, f"prompt engine {self.address.engine_id} at {self.address.control_address}: {message}"
         )
@@ -201,7 +224,7 @@ class PeerSession:
     # Hello
 
     def _on_hello(self, message: HelloOk | Introduction, now_s: float) -> None:
-        if self.is_ready:
+        if self.is_ready or self._contact is not None:
             self._counters.ignored["duplicate"] += 1
         elif isinstance(message, HelloOk):
             self._send(self._hello.introduce())
@@ -218,7 +241,25 @@ class PeerSession:
         opened = self._hello.open(message)
         if isinstance(opened, Unusable):
             self._give_up(opened, now_s)
-            return
+        elif self._scratch is None:
+            self._use(opened, now_s)
+        else:
+            self._contact = FirstContact(
+                self.address, opened, self._regions, self._scratch, self._settings, now_s
+            )
+
+    def _poll_contact(self, contact: FirstContact, now_s: float) -> bool:
+        found = contact.poll()
+        if isinstance(found, Unusable):
+            self._give_up(found, now_s)
+        elif found is not None:
+            self.path = found
+            contact.close()
+            self._contact = None
+            self._use(contact.opened, now_s)
+        return found is not None
+
+    def _use(self, opened: Opened, now_s: float) -> None:
         self._reads = Reads(opened.connection)
         self._renewals = Renewals(opened.lease_s, now_s)
         self._ledger.open(self._reads, opened.regions, opened.units)

@@ -17,6 +17,7 @@ from kv_transfer.layout import BlockIds, Identity, Region
 from kv_transfer.messages import ToSink, encode
 from kv_transfer.offers import Announcement, Offer, check_announcement, check_offer
 from kv_transfer.pump import IDLE_S, Clock, Pump
+from kv_transfer.self_test import SourceScratch
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sockets import advertised, bind, control_router, receive_all
 from kv_transfer.source_ledger import ReaderId
@@ -46,7 +47,8 @@ class HandoverSource:
         clock: Clock = time.monotonic,
     ) -> None:
         self._identity = identity
-        self._regions = tuple(regions)
+        self._scratch = SourceScratch(identity.epoch)
+        self._regions = (*regions, self._scratch.region)
         self._transport = transport
         self._bind_address = bind_address
         self._settings = settings

@@ -1,7 +1,7 @@
 """Plain counters of both sides; the engine exports them."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class SinkStats:
     blocks_skipped: int
     renewals: int
     fences: int
+    quarantined_blocks: int
     seconds_by_stage: dict[str, float]
     """wait (request to first announcement), queue (that to pull), read (pull to last byte), tail (last
     announcement to last byte), confirm; summed over `counts_by_stage`."""
@@ -81,11 +82,21 @@ class SinkCounters:
     blocks_skipped: int = 0
     renewals: int = 0
     fences: int = 0
+    quarantined_blocks: int = 0
     internal_errors: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     stage_s: dict[str, float] = field(default_factory=dict)
     stage_counts: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "SinkCounters") -> None:
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, dict):
+                for key, value in list(theirs.items()):
+                    mine[key] = mine.get(key, 0) + value
+            else:
+                setattr(self, item.name, mine + theirs)
 
     def add_stage(self, stage: str, seconds: float) -> None:
         self.stage_s[stage] = self.stage_s.get(stage, 0.0) + seconds

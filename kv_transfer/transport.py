@@ -50,6 +50,10 @@ class Connection(Protocol):
     """Reads from one source process. Block ids were checked against both sides' regions by the caller."""
 
     @property
+    def path(self) -> str:
+        """How the bytes move, as far as is known, such as `nixl cma/memory tcp/lo`."""
+
+    @property
     def waitable(self) -> "zmq.Socket[bytes] | None":
         """A socket that is readable when `poll` has work; None: poll every 0.1 ms while a read runs."""
 

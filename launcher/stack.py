@@ -55,7 +55,7 @@ class StackSettings(ProcessSettings):
         description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
     )
     dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
-    transport: Transport = Field("auto", description="auto takes NIXL where it can be loaded, else ZMQ")
+    transport: Transport = Field("auto", description="auto takes NIXL where both engines have it, else ZMQ")
     kv_bytes: int | None = Field(None, gt=0, description="memory of each engine's KV pool")
     state_bytes: int | None = Field(
         None, gt=0, description="memory of each engine's per-sequence states, for models that keep some"

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from wire.sampling import SamplingParams
+from wire.transfer import TransferPeer
 
 MAX_COMPLETIONS = 8
 """Choices of one prompt at most."""
@@ -200,6 +201,8 @@ class EngineInfo:
     """The fields behind the hash, so that an error can name the one that differs."""
     control_address: str | None = None
     transport: str | None = None
+    peers: tuple[TransferPeer, ...] = ()
+    """Completion engine: the prompt engines it has met, and how it reads from each."""
     max_model_len: int
     max_num_seqs: int
     block_size: int

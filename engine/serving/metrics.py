@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from engine.ipc import EngineStats
 from engine.serving.supervisor import EngineSupervisor
+from engine.serving.transfer_metrics import peer_metrics
 from wire.services import EngineRole
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -176,6 +177,7 @@ class _EngineCollector(Collector):
         for counter, value in stats.transfer.items():
             transfer.add_metric([self._role, counter], value)
         yield transfer
+        yield from peer_metrics(self._role, stats.peers)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["role"])

@@ -11,6 +11,7 @@ from settings.loading import ProcessSettings
 from wire.services import EngineRole
 
 Transport = Literal["auto", "nixl", "zmq"]
+NixlBackend = Literal["UCX", "LIBFABRIC"]
 Dtype = Literal["fp16w", "fp32"]
 
 
@@ -28,6 +29,8 @@ SHARED_WITH_ENGINE = (
     "overlap",
     "stop_preempted_request",
     "transport",
+    "nixl_backend",
+    "require_rdma",
     "lease_s",
     "log_level",
     "peak_gflops",
@@ -82,7 +85,13 @@ class EngineServiceSettings(ProcessSettings):
         None, gt=0, description="what the log calls full use of the machine; default: measured at start"
     )
 
-    transport: Transport = Field("auto", description="auto takes NIXL where it can be loaded, else ZMQ")
+    transport: Transport = Field(
+        "auto", description="auto takes NIXL on one host or over RDMA, else ZMQ, for each peer"
+    )
+    nixl_backend: NixlBackend = Field("UCX", description="NIXL's plugin; UCX_* variables are passed on to it")
+    require_rdma: bool = Field(
+        False, description="start, and read from a peer, only over RDMA; off: fall back to what there is"
+    )
     lease_s: float = Field(10.0, gt=0, description="how long KV blocks stay pinned for a silent reader")
 
     def engine_config(

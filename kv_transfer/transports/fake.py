@@ -27,15 +27,19 @@ class FakeTransport:
         """Reads stay in progress, and cannot be cancelled: a peer that is stopped."""
         self.next_error: str | None = None
         """The next read fails with this."""
+        self.spares_self_tests = True
+        """The switches and counters are for the reads of hand-overs only."""
         self.num_open = 0
         self.num_reads = 0
         self.num_blocks_in_last_read = 0
         self._num_permitted = 0
         self._views: list[npt.NDArray[np.uint8]] = []
+        self._scratch: int | None = None
         self._blob: bytes | None = None
 
     def register(self, regions: Sequence[Region], serve_at: str | None) -> bytes:
         self._views = [region_view(region) for region in regions]
+        self._scratch = next((i for i, region in enumerate(regions) if region.kind == "scratch"), None)
         if serve_at is None:
             return b""
         self._blob = uuid.uuid4().bytes
@@ -47,6 +51,9 @@ class FakeTransport:
             raise PeerLost("the fake source is closed")
         views = self._views if regions is None else [region_view(region) for region in regions]
         return FakeConnection(self, memory, views)
+
+    def spares(self, reads: Sequence[BlockRead]) -> bool:
+        return self.spares_self_tests and any(read.region == self._scratch for read in reads)
 
     def finish_one(self) -> None:
         """Let the oldest read end although reads are stalled."""
@@ -71,18 +78,26 @@ class FakeConnection:
         self._transport, self._blob, self._views = transport, memory.blob, views
         self._remote_shapes = [(region.num_blocks, region.block_bytes) for region in memory.regions]
         self._pending: dict[int, Sequence[BlockRead]] = {}
+        self._spared: dict[int, Sequence[BlockRead]] = {}
         self._next_id = 1
         self._closed = False
         transport.num_open += 1
+
+    @property
+    def path(self) -> str:
+        return "fake"
 
     @property
     def waitable(self) -> "zmq.Socket[bytes] | None":
         return None
 
     def read(self, reads: Sequence[BlockRead]) -> int:
+        read_id, self._next_id = self._next_id, self._next_id + 1
+        if self._transport.spares(reads):
+            self._spared[read_id] = reads
+            return read_id
         self._transport.num_reads += 1
         self._transport.num_blocks_in_last_read = sum(item.local_ids.size for item in reads)
-        read_id, self._next_id = self._next_id, self._next_id + 1
         self._pending[read_id] = reads
         return read_id
 
@@ -91,12 +106,14 @@ class FakeConnection:
         over = list(self._pending.items())[:num_over]
         for read_id, _ in over:
             del self._pending[read_id]
-        return [self._finish(read_id, reads) for read_id, reads in over]
+        spared, self._spared = self._spared, {}
+        return [self._copy(*item) for item in spared.items()] + [self._finish(*item) for item in over]
 
     def _finish(self, read_id: int, reads: Sequence[BlockRead]) -> ReadResult:
         error, self._transport.next_error = self._transport.next_error, None
-        if error is not None:
-            return ReadResult(read_id, error)
+        return self._copy(read_id, reads) if error is None else ReadResult(read_id, error)
+
+    def _copy(self, read_id: int, reads: Sequence[BlockRead]) -> ReadResult:
         if self._blob not in _served:
             return ReadResult(read_id, "the fake source is closed", peer_lost=True)
         for read in reads:

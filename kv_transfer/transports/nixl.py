@@ -21,6 +21,7 @@ import zmq
 from kv_transfer.errors import PeerLost, ReadError, TransferError, TransportUnavailable
 from kv_transfer.layout import BlockIds, Region
 from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory, sort_pairs
+from kv_transfer.transports.ucx_log import LaneLog
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ UCX_DEFAULTS = {
     "UCX_KEEPALIVE_INTERVAL": "2s",
     "UCX_TCP_TX_SEG_SIZE": "512k",
     "UCX_TCP_RX_SEG_SIZE": "1m",
-    "UCX_LOG_LEVEL": "error",  # a warning for every page of a read that is fenced
 }
 """Set before the import unless the user has set them."""
 
@@ -51,9 +51,10 @@ POLL_BUDGET_S = 0.005
 class NixlTransport:
     name = "nixl"
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "UCX") -> None:
         for key, value in UCX_DEFAULTS.items():
             os.environ.setdefault(key, value)
+        self._backend = backend
         self._bindings, self.version = _load()
         self._regions: tuple[Region, ...] = ()
         self._source: _Agent | None = None
@@ -63,15 +64,15 @@ class NixlTransport:
         self._regions = tuple(regions)
         if serve_at is None:
             # The first agent takes half a second and may fail: now, not at the first request.
-            self._spare = _Agent(self._bindings, self._regions, progress_thread=False)
+            self._spare = self._agent(progress_thread=False)
             return b""
-        self._source = _Agent(self._bindings, self._regions, progress_thread=True)
+        self._source = self._agent(progress_thread=True)
         return self._source.metadata()
 
     def connect(self, memory: RemoteMemory, regions: Sequence[Region] | None = None) -> "NixlConnection":
         agent, self._spare = self._spare, None
         if agent is None:
-            agent = _Agent(self._bindings, self._regions, progress_thread=False)
+            agent = self._agent(progress_thread=False)
         try:
             return NixlConnection(agent, memory, regions or self._regions)
         except Exception as error:
@@ -79,11 +80,18 @@ class NixlTransport:
             kind = PeerLost if agent.is_disconnect(error) else ReadError
             raise kind(f"NIXL cannot connect: {error}") from error
 
+    def _agent(self, *, progress_thread: bool) -> "_Agent":
+        return _Agent(self._bindings, self._backend, self._regions, progress_thread=progress_thread)
+
     def close(self) -> None:
         for agent in (self._source, self._spare):
             if agent is not None:
                 agent.close()
         self._source = self._spare = None
+
+
+_lane_log = LaneLog()
+"""Of this process: UCX is loaded with the first agent."""
 
 
 def _load() -> tuple[ModuleType, str]:
@@ -103,7 +111,9 @@ def _load() -> tuple[ModuleType, str]:
 class _Agent:
     """A NIXL agent with its memory registered; `close` destroys it, which fences everything it reads."""
 
-    def __init__(self, bindings: ModuleType, regions: Sequence[Region], *, progress_thread: bool) -> None:
+    def __init__(
+        self, bindings: ModuleType, backend: str, regions: Sequence[Region], *, progress_thread: bool
+    ) -> None:
         config = bindings.nixlAgentConfig()
         config.useProgThread = progress_thread
         config.pthrDelay = SOURCE_PROGRESS_US
@@ -113,12 +123,14 @@ class _Agent:
         self.name = uuid.uuid4().hex
         try:
             self.native = bindings.nixlAgent(self.name, config)
-            self.backends = [self.native.createBackend("UCX", {})]
+            with _lane_log.loading():
+                self.backends = [self.native.createBackend(backend, {})]
             memory = [(region.address, region.num_bytes, 0, "") for region in regions]
             self.native.registerMem(bindings.nixlRegDList(bindings.DRAM_SEG, memory), self.backends)
         except Exception as error:
             raise TransferError(
-                f"NIXL cannot start UCX or register the pool ({error}): try `--transport zmq`"
+                f"NIXL cannot start {backend} or register the pool ({error}): try `--transport zmq`"
+                + ("" if backend == "UCX" else " or `--nixl-backend UCX`")
             ) from error
 
     def metadata(self) -> bytes:
@@ -178,6 +190,10 @@ class NixlConnection:
         self._remote_bases = _bases(memory.regions)
         self._reads: dict[int, _Read] = {}
         self._next_id = 1
+
+    @property
+    def path(self) -> str:
+        return " ".join(("nixl", *_lane_log.lanes(self._agent.name)))
 
     @property
     def waitable(self) -> "zmq.Socket[bytes] | None":

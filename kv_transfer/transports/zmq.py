@@ -285,6 +285,10 @@ class ZmqConnection:
         return socket
 
     @property
+    def path(self) -> str:
+        return f"zmq {self._address.partition(':')[0]}"
+
+    @property
     def waitable(self) -> "zmq.Socket[bytes] | None":
         return self._socket
 

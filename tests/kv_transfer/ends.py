@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from kv_transfer.events import Failed, SinkEvent, SourceEvent
+from kv_transfer.events import Arrived, Failed, Offered, SinkEvent, SourceEvent
 from kv_transfer.layout import Identity
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transports import make_transport
-from tests.kv_transfer.builders import Pool, identity
-from tests.kv_transfer.processes import TIMEOUT_S
+from tests.kv_transfer.builders import FIRST, Pool, identity
+from tests.kv_transfer.processes import TIMEOUT_S, Peer
 from wire.services import PromptEngineAddress
 
 _T = TypeVar("_T")
@@ -123,3 +123,15 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def hand_over(peer: Peer, sink: SinkEnd, epoch: int = 1, handover_id: str = "h") -> None:
+    """One whole hand-over from the peer process."""
+    sink.pool.kv[:] = 0
+    sink.sink.request(handover_id, address_of(peer.ready[0], epoch))
+    peer.tell("offer", handover_id, 6, [3, 5])
+    assert sink.event() == Offered(handover_id, 6, 2)
+    sink.sink.pull(handover_id, [7, 8])
+    assert sink.event() == Arrived(handover_id, FIRST)
+    assert peer.expect("Released") == [handover_id, "released"]
+    assert sink.pool.holds((7, 8), (3, 5))

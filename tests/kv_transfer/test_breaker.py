@@ -35,14 +35,14 @@ def fail(breakers: Breakers, count: int, now_s: float = 0.0, peer: PromptEngineA
 def test_a_few_failures_pause_nothing(breakers: Breakers) -> None:
     fail(breakers, 2)
     assert breakers.refusal(PEER, 0.0) is None
-    assert breakers.num_open() == 0
+    assert breakers.paused_engines() == []
 
 
 def test_the_third_failure_in_a_row_pauses_and_says_why_and_until_when(breakers: Breakers) -> None:
     fail(breakers, 3)
     refusal = breakers.refusal(PEER, 0.25)
     assert refusal == ("it failed 3 times in a row (connect_failed: no hello); it is tried again in 0.8 s")
-    assert breakers.num_open() == 1
+    assert breakers.paused_engines() == ["prompt-0"]
 
 
 def test_a_read_between_failures_starts_the_count_again(breakers: Breakers) -> None:
@@ -90,4 +90,4 @@ def test_memory_of_failed_peers_is_limited(breakers: Breakers) -> None:
     for epoch in range(100):
         peer = PromptEngineAddress(engine_id="p", epoch=epoch, control_address="tcp://127.0.0.1:7")
         fail(breakers, 3, peer=peer)
-    assert breakers.num_open() == SETTINGS.max_peers
+    assert len(breakers.paused_engines()) == SETTINGS.max_peers

@@ -10,21 +10,16 @@ from kv_transfer.errors import BindError, LayoutError, SettingsError
 from kv_transfer.events import Arrived, Offered, Reclaimable, Released, SinkEvent
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.builders import FIRST, Pool, identity, offer
-from tests.kv_transfer.ends import LOSS_LIMIT_S, SinkEnd, SourceEnd, a_sink, a_source, address_of, free_port
+from tests.kv_transfer.ends import (
+    LOSS_LIMIT_S,
+    SourceEnd,
+    a_sink,
+    a_source,
+    address_of,
+    free_port,
+    hand_over,
+)
 from tests.kv_transfer.processes import Peer
-
-
-def hand_over(peer: Peer, sink: SinkEnd, epoch: int = 1, handover_id: str = "h") -> None:
-    """One whole hand-over from the peer process."""
-    sink.pool.kv[:] = 0
-    sink.sink.request(handover_id, address_of(peer.ready[0], epoch))
-    peer.tell("offer", handover_id, 6, [3, 5])
-    assert sink.event() == Offered(handover_id, 6, 2)
-    sink.sink.pull(handover_id, [7, 8])
-    assert sink.event() == Arrived(handover_id, FIRST)
-    assert peer.expect("Released") == [handover_id, "released"]
-    assert sink.pool.holds((7, 8), (3, 5))
-
 
 # Both ends in one process
 
