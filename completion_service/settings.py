@@ -18,6 +18,8 @@ OWN_ENGINE_FIELDS = (
     "speculative",
     "num_draft_tokens",
     "admission_estimate",
+    "retract_cheapest",
+    "test_retract_interval",
     "prefill_attempt_interval",
     "prefill_any_attempt_interval",
     "dp_size",
@@ -63,6 +65,12 @@ class CompletionServiceSettings(EngineServiceSettings):
         None,
         description="keep requests waiting while the pool has no room for the output that is expected of all;"
         " default: on, but off with --engine normal",
+    )
+    retract_cheapest: bool = Field(
+        False, description="when KV blocks run out, the fewest outputs give way, not the longest"
+    )
+    test_retract_interval: int | None = Field(
+        None, ge=1, description="normal, for tests: put a sequence back every so many decode steps"
     )
     prefill_attempt_interval: int = Field(
         70, ge=1, description="normal: decode steps between prompt steps that every rank wants"

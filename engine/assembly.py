@@ -127,6 +127,8 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
         stop_preempted_request=config.stop_preempted_request,
         prefill_attempt_interval=config.prefill_attempt_interval,
         prefill_any_attempt_interval=config.prefill_any_attempt_interval,
+        retract_cheapest=config.retract_cheapest,
+        test_retract_interval=config.test_retract_interval,
         admission_estimate=config.has_admission_estimate,
         eos_token_ids=model.eos_token_ids,
         max_num_draft_tokens=config.max_num_draft_tokens,

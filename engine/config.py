@@ -40,6 +40,11 @@ class EngineConfig:
     num_draft_tokens: int = 4
     """Drafts verified for a sequence in a step at most."""
 
+    retract_cheapest: bool = False
+    """Preempt the sequence that is cheapest to lose, not the one with the longest output."""
+    test_retract_interval: int | None = None
+    """Decode steps of a NORMAL engine between forced retractions, for tests."""
+
     admission_estimate: bool | None = None
     """Admit only what fits the pool with everybody's expected output; None: in a completion engine."""
 

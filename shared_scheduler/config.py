@@ -41,6 +41,10 @@ class SchedulerConfig:
     chunked_prefill: bool = True
     stop_preempted_request: bool = True
     """End a preempted request (True) or put it back to be computed again (False)."""
+    retract_cheapest: bool = False
+    """Preempt the sequence that is cheapest to lose (`retraction`), not the one with the longest output."""
+    test_retract_interval: int | None = None
+    """Put a running sequence back every so many decode steps, to test that answers do not change."""
     prefill_attempt_interval: int = 70
     """Decode steps between two points at which a prompt step is tried if every rank wants it."""
     prefill_any_attempt_interval: int = 100
@@ -165,6 +169,7 @@ class SchedulerConfig:
 
     def _check_contradictions(self) -> None:
         self._check_admission()
+        self._check_retraction()
         budget, limit = self.max_num_batched_tokens, self.max_model_len
         _require(
             self.engine_type is not EngineType.COMPLETION or self.stop_preempted_request,
@@ -216,6 +221,21 @@ class SchedulerConfig:
             chunk // self.cut_alignment * self.cut_alignment >= self.min_chunk,
             f"max_chunk_tokens={chunk} holds no chunk of lookahead_tokens={self.lookahead_tokens}"
             f" aligned to {self.cut_alignment} (cp_size={self.cp_size}): raise max_chunk_tokens",
+        )
+
+    def _check_retraction(self) -> None:
+        interval = self.test_retract_interval
+        _require(
+            self.preempt_only_on_need or not self.retract_cheapest,
+            "retract_cheapest=True with preempt_only_on_need=False: the reference takes the longest output",
+        )
+        if interval is None:
+            return
+        _require(interval >= 1, f"test_retract_interval must be at least 1, got {interval}")
+        _require(
+            self.retract_cheapest and not self.stop_preempted_request,
+            f"test_retract_interval={interval} would end requests: set retract_cheapest=True and"
+            " stop_preempted_request=False",
         )
 
 

@@ -13,6 +13,7 @@ from shared_scheduler.drafts import DraftChooser
 from shared_scheduler.holdings import Holdings
 from shared_scheduler.prefill import PromptPlanner
 from shared_scheduler.queues import Queues
+from shared_scheduler.retraction import Retraction
 from shared_scheduler.rows import Int32Array, RowIndices
 from shared_scheduler.sequence import FORK_MARK, Sequence
 from shared_scheduler.status import SequenceStatus
@@ -63,6 +64,7 @@ class DecodePlanner:
         self._drafts = drafts
         self._admission = admission
         self._order = order
+        self._retraction = Retraction(config, queues, holdings)
         self._like_reference = not config.preempt_only_on_need
 
     def plan(self, is_overlapped: bool) -> DecodePlan:
@@ -107,10 +109,11 @@ class DecodePlanner:
         reach = rows.num_tokens[candidates]
         if is_overlapped:
             reach += rows.inflight[candidates]
-        if self._grow_all(candidates, reach):
+        must_retract = self._retraction.is_due()
+        if not must_retract and self._grow_all(candidates, reach):
             plan.rows, plan.reach = candidates, reach
         else:
-            self._fill_from_shortest(plan, candidates)
+            self._fill_from_shortest(plan, candidates, must_retract)
 
     # ----- who is there
 
@@ -195,11 +198,11 @@ class DecodePlanner:
         at = np.minimum((reach - 1) // self._config.block_size, rows.num_blocks[candidates] - 1)
         return blocks.has_other_owners(rows.tables[candidates, at])
 
-    def _fill_from_shortest(self, plan: DecodePlan, candidates: RowIndices) -> None:
+    def _fill_from_shortest(self, plan: DecodePlan, candidates: RowIndices, must_retract: bool) -> None:
         """The step in which somebody may have to give way, or has drafts, or shares what it writes."""
         queues = self._queues
         num_before = queues.num_running
-        scheduled, sit_out = self._choose(plan, candidates)
+        scheduled, sit_out = self._choose(plan, candidates, must_retract)
         reach = np.array([s.num_tokens + s.schedule.total_inflight_tokens for s in scheduled], np.int32)
         rows = np.array([s.row for s in scheduled], np.intp)
         order = self._order(reach)
@@ -210,15 +213,25 @@ class DecodePlanner:
         queues.running = np.concatenate([plan.rows, np.array(sit_out, np.intp), certain_to_end])
         queues.running_is_ordered = plan.rows.size == num_before and not plan.has_drafts
 
-    def _choose(self, plan: DecodePlan, candidates: RowIndices) -> tuple[list[Sequence], list[int]]:
-        """Those that run, shortest output first, with their blocks; and rows that miss this step only."""
+    def _victims_first(self, candidates: RowIndices) -> list[Sequence]:
+        """Longest output first; with `retract_cheapest` the cheapest to lose."""
         rows = self._holdings.rows
         outputs = rows.num_tokens[candidates] - rows.num_prompt_tokens[candidates]
         sequences: list[Sequence] = rows.owners[candidates[self._order(outputs)]].tolist()
+        return self._retraction.cheapest_first(sequences) if self._retraction.is_on else sequences
+
+    def _choose(
+        self, plan: DecodePlan, candidates: RowIndices, must_retract: bool
+    ) -> tuple[list[Sequence], list[int]]:
+        """Those that run, last victim first, with their blocks; and rows that miss this step only."""
+        sequences = self._victims_first(candidates)
         scheduled: list[Sequence] = []
         sit_out: list[int] = []
         first, last = 0, len(sequences)
         coming = 0
+        if must_retract and last > 1 and not sequences[0].structured.started:
+            coming += self._preempt(sequences[0], plan)
+            first = 1
         while first < last:
             last -= 1
             sequence = sequences[last]
@@ -226,8 +239,12 @@ class DecodePlanner:
             while not self._is_available(wanted, coming) and first < last:
                 coming += self._preempt(sequences[first], plan)
                 first += 1
-            if not self._is_available(wanted, coming):
-                coming += self._preempt(sequence, plan)
+            is_alone = not (scheduled or sit_out)
+            has_way = self._is_available(wanted, coming) or (
+                is_alone and self._clear_way(wanted, plan, len(sequences))
+            )
+            if not has_way:
+                coming += self._preempt(sequence, plan, is_alone=is_alone)
             elif self._is_available(wanted) and self._has_slot_for(sequence):
                 self._holdings.make_writable(sequence)
                 scheduled.append(sequence)
@@ -236,6 +253,17 @@ class DecodePlanner:
         if self._admission.is_on and len(scheduled) + len(sit_out) < len(sequences):
             self._admission.retracted(sequences)
         return scheduled, sit_out
+
+    def _clear_way(self, num_blocks: int, plan: DecodePlan, num_candidates: int) -> bool:
+        """Can the last running sequence go on, now or later, once nobody else holds blocks?"""
+        if not self._retraction.is_on:
+            return False
+        is_clear = self._retraction.clear_way(
+            lambda num_coming: self._is_available(num_blocks, num_coming),
+            lambda fork: self._preempt(fork, plan),
+        )
+        # Whoever is in a launched step gives blocks back with its results, or will be a victim.
+        return is_clear or self._queues.num_joining > 0 or self._queues.num_running > num_candidates
 
     def _blocks_wanted(self, sequence: Sequence) -> int:
         """Free blocks this sequence needs to go on. Its drafts are dropped before anyone is hurt."""
@@ -253,11 +281,15 @@ class DecodePlanner:
         states = self._holdings.states
         return states is None or self._holdings.num_missing_slots(sequence) <= states.num_free
 
-    def _preempt(self, sequence: Sequence, plan: DecodePlan) -> int:
-        """End it or put it back to be computed again. Returns the blocks that come back only with results."""
+    def _preempt(self, sequence: Sequence, plan: DecodePlan, *, is_alone: bool = False) -> int:
+        """End it or put it back to be computed again. Returns the blocks that come back only with results.
+
+        `is_alone`: the pool is too small for it even so.
+        """
         queues = self._queues
+        is_hopeless = is_alone and self._retraction.is_on
         self._holdings.give_back_unused_pin(sequence)
-        if self._config.stop_preempted_request or sequence.structured.started:
+        if self._config.stop_preempted_request or sequence.structured.started or is_hopeless:
             sequence.finish(SequenceStatus.FINISHED_PREEMPTED)
             if queues.report(sequence):
                 plan.ignored.append(sequence)

@@ -80,11 +80,10 @@ class TestEngine:
         drafter: Drafter | None = None,
         num_draft_tokens: int = 0,
         grammars: Grammars | None = None,
-        stop_preempted_request: bool = True,
-        prefix_cache: bool = False,
         block_size: int = BLOCK_SIZE,
+        **scheduler_options: Any,
     ) -> None:
-        """`num_draft_tokens` without a `drafter`: prompt lookup."""
+        """`num_draft_tokens` without a `drafter`: prompt lookup. Other options are the scheduler's."""
         self.scheduler = Scheduler(
             SchedulerConfig(
                 engine_type=kind,
@@ -97,10 +96,9 @@ class TestEngine:
                 max_model_len=min(200, (runner.kv_pool.num_blocks - 1) * block_size),
                 eos_token_ids=(EOS,),
                 remote_growth_tokens=8,
-                stop_preempted_request=stop_preempted_request,
                 max_num_draft_tokens=num_draft_tokens,
-                prefix_cache=prefix_cache,
                 partial_pulls=kind is EngineType.COMPLETION,
+                **scheduler_options,
             )
         )
         self.choices = Choices(self.scheduler)

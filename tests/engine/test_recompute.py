@@ -58,6 +58,30 @@ def test_recomputed_answers_are_those_of_a_large_pool(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_answers_survive_forced_retraction(model: TinyModel, overlap: bool) -> None:
+    """A large pool, but every third decode step the cheapest sequence is put back and computed again."""
+    load = requests(greedy(NUM_OUTPUT))
+    normal = normal_engine(
+        model.runner(100),
+        overlap=overlap,
+        stop_preempted_request=False,
+        retract_cheapest=True,
+        test_retract_interval=3,
+    )
+    for request in load:
+        normal.engine.add(request.message())
+    while normal.engine.has_work:
+        normal.turn()
+    answers = {request_id: answer.token_ids for request_id, answer in normal.answers.items()}
+    assert answers == answers_alone(model, load)
+    assert normal.is_drained
+    assert normal.engine.stats().num_prompt_tokens > 2 * len(load) * NUM_PROMPT, (
+        "hardly anything was retracted"
+    )
+    normal.engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_without_recompute_a_preempted_request_ends_and_says_so(model: TinyModel, overlap: bool) -> None:
     load = requests(greedy(NUM_OUTPUT))
     normal = normal_engine(model.runner(SMALL_POOL), overlap=overlap)

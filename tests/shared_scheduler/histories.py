@@ -54,6 +54,7 @@ def configs(draw: st.DrawFn, engine_type: EngineType, **fixed: Any) -> Scheduler
     budget = draw(st.integers(8, 48))
     stateful = draw(st.booleans())
     recompute = engine_type is not EngineType.COMPLETION and draw(st.booleans())
+    retract = draw(st.booleans())
     values: dict[str, Any] = {
         "engine_type": engine_type,
         "block_size": draw(st.sampled_from([1, 3, 4])),
@@ -64,6 +65,8 @@ def configs(draw: st.DrawFn, engine_type: EngineType, **fixed: Any) -> Scheduler
         "max_model_len": max_model_len,
         "chunked_prefill": chunked,
         "stop_preempted_request": not recompute,
+        "retract_cheapest": retract,
+        "test_retract_interval": draw(st.sampled_from([None, 3])) if retract and recompute else None,
         "prefill_attempt_interval": draw(st.integers(1, 4)),
         "prefill_any_attempt_interval": draw(st.integers(1, 5)),
         "prefill_max_sum_seqlen_k": draw(st.sampled_from([None, None, 30])),
