@@ -7,7 +7,7 @@ from shared_scheduler.batch import Batch
 from shared_scheduler.block_manager import AllocStatus, BlockManager
 from shared_scheduler.budgets import AdmissionResult
 from shared_scheduler.cohort import Cohort
-from shared_scheduler.config import EngineType, SchedulerConfig
+from shared_scheduler.config import EngineType, SchedulerConfig, WaitingPolicy
 from shared_scheduler.copies import Copies
 from shared_scheduler.drafts import REJECTED
 from shared_scheduler.errors import ConfigError, CorruptionError, GroupError, RequestError, SchedulerError
@@ -27,5 +27,5 @@ __all__ = [
     "ConfigError", "Copies", "CorruptionError", "EngineType", "FirstToken", "FlopsEstimator",
     "GroupError", "GroupVote", "Import", "Loan", "ModelShape", "PrefixCache", "RadixTree",
     "RequestError", "Scheduler", "SchedulerConfig", "SchedulerError", "SchedulerOutputs", "Sequence",
-    "SequenceStatus", "SingleRank", "StepFlops", "StepResults", "ThreadGroup", "Watch",
+    "SequenceStatus", "SingleRank", "StepFlops", "StepResults", "ThreadGroup", "WaitingPolicy", "Watch",
 ]  # fmt: skip

@@ -18,6 +18,23 @@ class EngineType(Enum):
     COMPLETION = "completion"
 
 
+class WaitingPolicy(Enum):
+    """Which of the waiting requests is admitted first."""
+
+    FCFS = "fcfs"
+    LPM = "lpm"
+    """Longest prefix in the cache."""
+    DFS_WEIGHT = "dfs-weight"
+    """Depth first through the cached prefixes, the branch that most wait for first."""
+    LOF = "lof"
+    """Largest `max_tokens`."""
+    RANDOM = "random"
+    ROUTING_KEY = "routing-key"
+    """The routing key of which most requests are being served."""
+    PRIORITY = "priority"
+    """Highest priority."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits and policies of one scheduler. `ConfigError` names the two values that contradict."""
@@ -41,6 +58,13 @@ class SchedulerConfig:
     chunked_prefill: bool = True
     stop_preempted_request: bool = True
     """End a preempted request (True) or put it back to be computed again (False)."""
+    waiting_policy: WaitingPolicy = WaitingPolicy.FCFS
+    waiting_age_limit: int = 64
+    """Prompt steps in which a waiting request may be passed over before it goes first."""
+    waiting_seed: int = 0
+    """Of the policy `random`."""
+    sharing_tokens: int = 32
+    """A shared prefix this much longer than what is cached makes a request wait until it is computed."""
     retract_cheapest: bool = False
     """Preempt the sequence that is cheapest to lose (`retraction`), not the one with the longest output."""
     test_retract_interval: int | None = None
@@ -170,6 +194,7 @@ class SchedulerConfig:
     def _check_contradictions(self) -> None:
         self._check_admission()
         self._check_retraction()
+        self._check_waiting()
         budget, limit = self.max_num_batched_tokens, self.max_model_len
         _require(
             self.engine_type is not EngineType.COMPLETION or self.stop_preempted_request,
@@ -236,6 +261,19 @@ class SchedulerConfig:
             self.retract_cheapest and not self.stop_preempted_request,
             f"test_retract_interval={interval} would end requests: set retract_cheapest=True and"
             " stop_preempted_request=False",
+        )
+
+    def _check_waiting(self) -> None:
+        policy = self.waiting_policy
+        for name in ("waiting_age_limit", "sharing_tokens"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(
+            policy not in (WaitingPolicy.LPM, WaitingPolicy.DFS_WEIGHT) or self.prefix_cache,
+            f"waiting_policy={policy.value} with prefix_cache=False: there are no prefixes to order by",
+        )
+        _require(
+            policy is WaitingPolicy.FCFS or self.engine_type is not EngineType.COMPLETION,
+            f"waiting_policy={policy.value} with engine_type=completion: nothing waits for prefill there",
         )
 
 

@@ -57,8 +57,7 @@ class PromptPlanner:
     def plan(self) -> PromptPlan:
         plan, budgets = PromptPlan(), self._empty_step()
         waiting = self._queues.waiting
-        while waiting:
-            head = waiting[0]
+        while (head := waiting.head()) is not None:
             if head.is_finished:
                 self._drop_head(plan)
                 continue
@@ -78,13 +77,15 @@ class PromptPlanner:
             is_last = self._take_head(plan, length)
             if not is_last and self._config.engine_type is EngineType.NORMAL:
                 break
+        if plan.sequences:
+            waiting.end_step()
         return plan
 
     def has_admissible_head(self) -> bool:
         """Would a prompt step take, or end, a waiting sequence now?"""
-        if not self._queues.waiting:
+        head = self._queues.waiting.head()
+        if head is None:
             return False
-        head = self._queues.waiting[0]
         if head.is_finished:
             return True
         if not head.schedule.schedulable:

@@ -23,14 +23,15 @@ from shared_scheduler.holdings import Holdings
 from shared_scheduler.rows import RowIndices
 from shared_scheduler.sequence import Sequence
 from shared_scheduler.status import SequenceStatus
+from shared_scheduler.waiting import WaitingQueue
 
 
 class Queues:
     """The queues of one scheduler."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: Holdings, waiting: WaitingQueue) -> None:
         self._holdings = holdings
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = waiting
         self.prompted: deque[Sequence] = deque()
         self.running: RowIndices = np.empty(0, np.intp)
         """Rows, in the order of the last decode batch and then of arrival here."""
@@ -63,6 +64,7 @@ class Queues:
         if not self.is_unreported(sequence):
             return False
         del self.by_id[sequence.request_id]
+        self.waiting.ended(sequence)
         self.num_with_stop_ids -= bool(sequence.sampling.stop_token_ids)
         return True
 
@@ -94,12 +96,10 @@ class Queues:
     def sweep_marked(self) -> list[Sequence]:
         """Take everything that ended by mark out of every queue; returns those to be reported."""
         self.has_marked = False
-        dead = [
-            sequence for queue in (self.prompted, self.waiting) for sequence in queue if sequence.is_finished
-        ]
+        dead = [sequence for sequence in self.prompted if sequence.is_finished]
         if dead:
             self.prompted = deque(sequence for sequence in self.prompted if not sequence.is_finished)
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_finished)
+        dead += self.waiting.drop_finished()
         for sequence in dead:
             self._holdings.give_back_unused_pin(sequence)
         dead += self.sweep_running()
@@ -131,6 +131,7 @@ class Queues:
         """A live sequence is in at most one queue, and what is in `running` holds blocks and runs."""
         queued = [*self.waiting, *self.prompted, *self.remote.values(), *self.held.values()]
         queued += self.running_sequences()
+        self.waiting.check_invariants()
         names = [id(sequence) for sequence in queued]
         assert len(set(names)) == len(names), "a sequence is in two queues"
         for sequence in self.running_sequences():

@@ -117,6 +117,7 @@ class ResultProcessor:
         uncached = rows.uncached[at] - outputs.seqlens_q[live]
         rows.uncached[at] = uncached
         done, middle = live[uncached == 0], live[uncached > 0]
+        self._queues.waiting.computed(sequences)
         self._queues.waiting.extendleft(sequences[i] for i in reversed(middle.tolist()))
 
         at, token_ids = outputs.rows[done], token_ids[done]

@@ -28,6 +28,7 @@ from shared_scheduler.sequence import Sequence
 from shared_scheduler.status import SequenceStatus
 from shared_scheduler.step_time import StepTimeModel
 from shared_scheduler.voting import GroupVote, SingleRank, StepClock, agree_on_config
+from shared_scheduler.waiting import make_waiting_queue
 from wire.cache import CacheEvent
 from wire.sampling import SamplingParams
 from wire.services import FinishReason
@@ -60,7 +61,7 @@ class Scheduler:
         agree_on_config(config, self._group)
         self._clock = StepClock(config)
         self._holdings = Holdings(config)
-        self._queues = Queues(self._holdings)
+        self._queues = Queues(self._holdings, make_waiting_queue(config, self._holdings.reuse))
         self._admission = AdmissionEstimate(config, self._holdings)
         self._prompts = PromptPlanner(config, self._queues, self._holdings, self._admission)
         self._step_time = StepTimeModel(graph_sizes)
@@ -319,14 +320,14 @@ class Scheduler:
         return plan if self._clock.vote_built(self._group, not plan.is_empty) else None
 
     def _wants_prompt(self) -> bool:
-        waiting = self._queues.waiting
-        if not waiting or not waiting[0].schedule.schedulable:
+        head = self._queues.waiting.head()
+        if head is None or not head.schedule.schedulable:
             return False
         if self.usage <= self.config.prefill_watermark:
             return True
         # The reference stops here and waits for ever when a prompt that is half computed, and needs nothing
         # more, is all that fills the pool.
-        return self.config.preempt_only_on_need and (waiting[0].holds_blocks or not self.num_running)
+        return self.config.preempt_only_on_need and (head.holds_blocks or not self.num_running)
 
     def _prompt_outputs(self, plan: PromptPlan, swept: list[Sequence]) -> SchedulerOutputs:
         rows = np.array([sequence.row for sequence in plan.sequences], np.intp)

@@ -27,8 +27,8 @@ class Sequence:
 
     __slots__ = (
         "_num_stored", "_reason", "_row", "_rows", "_tokens", "arrival_s", "cache", "cache_salt",
-        "compressed_token_ids",
-        "draft", "history", "num_prompt_tokens", "request_id", "sampling", "schedule", "structured",
+        "compressed_token_ids", "draft", "history", "num_prompt_tokens", "priority", "request_id",
+        "routing_key", "sampling", "schedule", "structured",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,8 @@ class Sequence:
         structured: StructuredLedger | None = None,
         compressed_token_ids: TokenSequence[int] | None = None,
         cache_salt: str = "",
+        priority: int = 0,
+        routing_key: str = "",
     ) -> None:
         if not len(prompt_token_ids):
             raise RequestError(f"request {request_id!r} has an empty prompt")
@@ -57,6 +59,8 @@ class Sequence:
         self.arrival_s = 0.0
         self.cache = CacheLedger(block_size)
         self.cache_salt = cache_salt
+        self.priority = priority
+        self.routing_key = routing_key
         self.schedule = ScheduleLedger(schedulable, branch_id, chunk_checkpoints)
         self.draft = DraftLedger()
         self.structured = structured or StructuredLedger()

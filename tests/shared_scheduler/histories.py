@@ -23,8 +23,10 @@ from shared_scheduler import (
     SchedulerOutputs,
     Sequence,
     SequenceStatus,
+    WaitingPolicy,
 )
 from tests.shared_scheduler.builders import EOS, UNDISTURBED, VOCABULARY, FakeWorker, next_token
+from tests.shared_scheduler.checked_queue import check_heads
 from wire.sampling import SamplingParams
 
 SOAK = os.environ.get("TANDEM_HYPOTHESIS") == "soak"
@@ -41,6 +43,13 @@ def examples(count: int) -> settings:
 
 IMAGE_START, IMAGE_PAD = VOCABULARY, VOCABULARY + 1
 
+CACHELESS_POLICIES = [
+    WaitingPolicy.LOF,
+    WaitingPolicy.RANDOM,
+    WaitingPolicy.ROUTING_KEY,
+    WaitingPolicy.PRIORITY,
+]
+
 Event = tuple[Any, ...]
 
 
@@ -55,6 +64,10 @@ def configs(draw: st.DrawFn, engine_type: EngineType, **fixed: Any) -> Scheduler
     stateful = draw(st.booleans())
     recompute = engine_type is not EngineType.COMPLETION and draw(st.booleans())
     retract = draw(st.booleans())
+    prefix_cache = draw(st.booleans())
+    policies = [WaitingPolicy.FCFS]
+    if engine_type is not EngineType.COMPLETION:
+        policies += list(WaitingPolicy) if prefix_cache else CACHELESS_POLICIES
     values: dict[str, Any] = {
         "engine_type": engine_type,
         "block_size": draw(st.sampled_from([1, 3, 4])),
@@ -80,7 +93,10 @@ def configs(draw: st.DrawFn, engine_type: EngineType, **fixed: Any) -> Scheduler
         "new_token_ratio_decay_steps": draw(st.sampled_from([1, 20])),
         "max_chunk_tokens": draw(st.sampled_from([None, None, 8])) if chunked else None,
         "remote_growth_tokens": draw(st.sampled_from([1, 8])),
-        "prefix_cache": draw(st.booleans()),
+        "prefix_cache": prefix_cache,
+        "waiting_policy": draw(st.sampled_from(policies)),
+        "waiting_age_limit": draw(st.sampled_from([1, 3, 20])),
+        "sharing_tokens": draw(st.sampled_from([1, 8])),
         "cache_events": True,
         "partial_pulls": draw(st.booleans()),
     }
@@ -258,6 +274,7 @@ class Life:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
+        check_heads(self.scheduler)
         self.worker = FakeWorker(self.config)
 
     # ----- events
@@ -297,6 +314,8 @@ class Life:
             chunk_checkpoints=checkpoints,
             schedulable=is_completion or is_schedulable,
             cache_salt=salt,
+            priority=self.num_requests % 3,
+            routing_key=("", "a", "b", "c")[self.num_requests % 7 % 4],
         )
         self.num_requests += 1
         if is_completion:
@@ -524,7 +543,8 @@ class Life:
         self.admitted.add(s.request_id)
         assert s.cache.hit_tokens == start < s.num_prompt_tokens
         self.first_steps.append(int(s.request_id))
-        assert self.first_steps == sorted(self.first_steps), "overtaken in the queue"
+        if self.config.waiting_policy is WaitingPolicy.FCFS:
+            assert self.first_steps == sorted(self.first_steps), "overtaken in the queue"
 
     def _end(self, s: Sequence) -> None:
         self.ended[s.request_id] += 1
