@@ -60,6 +60,8 @@ def engine_request(body: CompletionRequest) -> AddRequest:
         num_completions=body.num_completions,
         num_replayed_tokens=body.num_replayed_tokens,
         cache_salt=body.cache_salt,
+        priority=body.priority,
+        routing_key=body.routing_key,
         handover_id=body.handover_id,
         prompt_engine=body.prompt_engine,
     )

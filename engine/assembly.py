@@ -32,7 +32,7 @@ from kv_transfer.transports import check_rdma, make_transport
 from model_files.errors import ModelFilesError
 from model_files.interface import ModelFiles
 from model_files.resolve import resolve_model
-from shared_scheduler import ConfigError, EngineType, Scheduler, SchedulerConfig
+from shared_scheduler import ConfigError, EngineType, Scheduler, SchedulerConfig, WaitingPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,9 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
         stop_preempted_request=config.stop_preempted_request,
         prefill_attempt_interval=config.prefill_attempt_interval,
         prefill_any_attempt_interval=config.prefill_any_attempt_interval,
+        waiting_policy=WaitingPolicy(config.waiting_policy),
+        waiting_age_limit=config.waiting_age_limit,
+        max_chunk_tokens=config.max_chunk_tokens,
         retract_cheapest=config.retract_cheapest,
         test_retract_interval=config.test_retract_interval,
         admission_estimate=config.has_admission_estimate,

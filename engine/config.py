@@ -10,6 +10,9 @@ SpeculativeMethod = Literal["off", "ngram"]
 """Where drafts come from; ngram: what followed the newest tokens when they stood in the text before."""
 
 
+WaitingPolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine process. Sizes in tokens unless a name says bytes, blocks or seconds."""
@@ -39,6 +42,12 @@ class EngineConfig:
     speculative: SpeculativeMethod = "off"
     num_draft_tokens: int = 4
     """Drafts verified for a sequence in a step at most."""
+
+    waiting_policy: WaitingPolicyName = "fcfs"
+    waiting_age_limit: int = 64
+    """Prompt steps in which a request may be passed over before it goes first."""
+    max_chunk_tokens: int | None = None
+    """Tokens of one prompt in a step at most; None: all that fit."""
 
     retract_cheapest: bool = False
     """Preempt the sequence that is cheapest to lose, not the one with the longest output."""
@@ -100,6 +109,11 @@ class EngineConfig:
             raise EngineStartError(
                 "--no-stop-preempted-request: a completion engine has no prefill and cannot compute a "
                 "preempted request again; start it with --stop-preempted-request"
+            )
+        if self.role == "completion" and self.waiting_policy != "fcfs":
+            raise EngineStartError(
+                f"--waiting-policy {self.waiting_policy}: nothing waits for prefill in a completion engine; "
+                "give the option to prompt engines"
             )
 
     def _check_group(self) -> None:

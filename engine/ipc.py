@@ -25,6 +25,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The last so many of `prompt_token_ids` are output already; only with one completion."""
     cache_salt: str = ""
     """Only requests with the same salt reuse each other's blocks."""
+    priority: int = 0
+    routing_key: str = ""
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
 

@@ -154,6 +154,8 @@ class LLMEngine:
             request.sampling,
             block_size=self._scheduler.config.block_size,
             cache_salt=request.cache_salt,
+            priority=request.priority,
+            routing_key=request.routing_key,
         )
         sequence.store_tokens(np.array(request.prompt_token_ids[num_prompt_tokens:], np.int32))
         return sequence

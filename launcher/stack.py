@@ -18,7 +18,7 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from engine.config import SpeculativeMethod
+from engine.config import SpeculativeMethod, WaitingPolicyName
 from engine.serving.settings import Dtype, Transport
 from launcher.child import Child, ChildSpec, first_to_end
 from model_files.resolve import resolve_model
@@ -80,6 +80,14 @@ class StackSettings(ProcessSettings):
     chunk_handover: bool = Field(
         True, description="move a prompt while it is computed; off: when it is whole (--engine pair)"
     )
+    waiting_policy: WaitingPolicyName = Field(
+        "fcfs", description="which waiting request is prefilled first (docs/decisions)"
+    )
+    admission_estimate: bool | None = Field(
+        None,
+        description="keep requests waiting while the KV pool has no room for the output expected of all;"
+        " default: on, but off with --engine normal",
+    )
     verbose: bool = Field(False, description="show everything the processes log")
 
     @model_validator(mode="after")
@@ -110,6 +118,8 @@ SHARED_WITH_SERVICES = (
     "overlap",
     "stop_preempted_request",
 )
+PREFILL_OPTIONS = ("waiting_policy",)
+DECODE_OPTIONS = ("speculative", "num_draft_tokens", "admission_estimate")
 
 
 async def serve(settings: StackSettings) -> int:
@@ -214,8 +224,8 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     engines: list[ChildSpec] = []
     if settings.engine == "pair":
         arguments = {
-            "prompt": [*shared, *_flag("chunk_handover", settings.chunk_handover)],
-            "completion": [*shared, *_speculation(settings)],
+            "prompt": [*shared, *_flags(settings, "chunk_handover", *PREFILL_OPTIONS)],
+            "completion": [*shared, *_flags(settings, *DECODE_OPTIONS)],
         }
         counts = {"prompt": settings.prompt_engines, "completion": settings.completion_engines}
         for role, count in counts.items():
@@ -237,7 +247,7 @@ def _names(role: str, count: int) -> list[str]:
 
 def _normal_services(settings: StackSettings, shared: list[str]) -> list[ChildSpec]:
     """One service, or one for each rank of a group."""
-    arguments = [*shared, "--engine", "normal", *_speculation(settings)]
+    arguments = [*shared, "--engine", "normal", *_flags(settings, *PREFILL_OPTIONS, *DECODE_OPTIONS)]
     for name in ("prefill_attempt_interval", "prefill_any_attempt_interval"):
         arguments += _flag(name, getattr(settings, name))
     if settings.dp == 1:
@@ -249,9 +259,7 @@ def _normal_services(settings: StackSettings, shared: list[str]) -> list[ChildSp
     ]
 
 
-def _speculation(settings: StackSettings) -> list[str]:
-    """Only engines that decode guess what comes next."""
-    names = ("speculative", "num_draft_tokens")
+def _flags(settings: StackSettings, *names: str) -> list[str]:
     return [argument for name in names for argument in _flag(name, getattr(settings, name))]
 
 

@@ -66,6 +66,8 @@ async def prefill(supervisor: EngineSupervisor, body: PromptRequest) -> PromptRe
         num_completions=body.num_completions,
         num_replayed_tokens=body.num_replayed_tokens,
         cache_salt=body.cache_salt,
+        priority=body.priority,
+        routing_key=body.routing_key,
     )
     outputs: list[RequestOutput] = []
     with link.open_stream(command) as stream:

@@ -31,6 +31,10 @@ from proxy.text_stream import TextStream
 logger = logging.getLogger(__name__)
 
 
+ROUTING_KEY_HEADER = "x-tandem-routing-key"
+"""Requests with the same value are served together where engines run the waiting policy `routing-key`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptChoices:
     """One prompt of a request and the choices that are generated for it."""
@@ -115,6 +119,7 @@ class _Exchange:
         self._request_id = request_id
         self._answer: AnswerShape | None = None
         self._prompts: list[PromptChoices] = []
+        self._priority = 0
         self._num_migrations = 0
         self._started_s = time.monotonic()
 
@@ -165,6 +170,7 @@ class _Exchange:
         services = self._services
         kind = "true" if request.stream else "false"
         with services.draining.admit(), services.metrics.open_requests.labels(kind).track_inprogress():
+            self._priority = request.priority or 0
             session = self._client.header("x-session-id")
             prepared = await services.preparation.prepare(request, session)
             self._record_routes(prepared)
@@ -252,6 +258,8 @@ class _Exchange:
             sampling=prompt.sampling,
             num_completions=prompt.num_completions,
             cache_salt=prompt.cache_salt,
+            priority=self._priority,
+            routing_key=self._client.header(ROUTING_KEY_HEADER) or "",
         )
         services = self._services
         limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)

@@ -83,6 +83,8 @@ class GenerationRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     """An extension: only requests with the same salt share cached prompts."""
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """An extension: the highest goes first where engines run the waiting policy `priority`."""
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:

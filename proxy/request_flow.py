@@ -52,6 +52,8 @@ class PromptWork:
     num_replayed_tokens: int = 0
     """The last so many of the ids were generated before, on other engines."""
     cache_salt: str = ""
+    priority: int = 0
+    routing_key: str = ""
 
     @property
     def num_tokens_at_end(self) -> int:
@@ -96,6 +98,8 @@ async def _run_single(
         num_completions=work.num_completions,
         num_replayed_tokens=work.num_replayed_tokens,
         cache_salt=work.cache_salt,
+        priority=work.priority,
+        routing_key=work.routing_key,
     )
     timeouts = calls.timeouts
     async with calls.completion(engine, body, timeouts.first_byte_s) as leg:
@@ -194,6 +198,8 @@ class _PairFlow:
             num_completions=work.num_completions,
             num_replayed_tokens=work.num_replayed_tokens,
             cache_salt=work.cache_salt,
+            priority=work.priority,
+            routing_key=work.routing_key,
         )
         self._may_be_held = True
         try:
@@ -274,6 +280,8 @@ class _PairFlow:
             num_completions=self._work.num_completions,
             num_replayed_tokens=self._work.num_replayed_tokens,
             cache_salt=self._work.cache_salt,
+            priority=self._work.priority,
+            routing_key=self._work.routing_key,
             handover_id=self._work.handover_id,
             prompt_engine=PromptEngineAddress(
                 engine_id=info.engine_id, epoch=info.epoch, control_address=info.control_address

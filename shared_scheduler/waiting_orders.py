@@ -165,8 +165,7 @@ class RoutingKeyOrder:
 class DfsWeightOrder:
     """Depth first through the cached prefixes, the branch with the most waiters first.
 
-    So requests that share a prefix come one after the other. Those that end at a node come after those that
-    go on below it.
+    So requests that share a prefix come one after the other, those that share more of it first.
     """
 
     def __init__(self) -> None:
@@ -217,7 +216,7 @@ def depth_first(waiters: dict[Waiter, None]) -> list[Waiter]:
     while stack:
         node, is_below_done = stack.pop()
         if is_below_done:
-            result += at.get(node, ())
+            result += sorted(at.get(node, ()), key=lambda waiter: -waiter.num_cached_blocks)
             continue
         stack.append((node, True))
         below = branches.get(node, {})

@@ -101,6 +101,10 @@ class PromptRequest:
     goes on here. They count against `max_tokens`, and the next output index is this number."""
     cache_salt: str = ""
     """Only requests with the same salt reuse each other's computed blocks."""
+    priority: int = 0
+    """With the waiting policy `priority`, the highest first."""
+    routing_key: str = ""
+    """With the waiting policy `routing-key`: requests with the same key are served together."""
 
     def __post_init__(self) -> None:
         check_cache_salt(self.cache_salt)
@@ -146,6 +150,9 @@ class CompletionRequest:
     num_replayed_tokens: int = 0
     """As in `PromptRequest`; the indices that are streamed begin that much later."""
     cache_salt: str = ""
+    priority: int = 0
+    routing_key: str = ""
+    """These as in `PromptRequest`."""
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
 

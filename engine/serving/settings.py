@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, WaitingPolicyName
 from settings.loading import ProcessSettings
 from wire.services import EngineRole
 
@@ -28,6 +28,9 @@ SHARED_WITH_ENGINE = (
     "prefix_cache",
     "overlap",
     "stop_preempted_request",
+    "waiting_policy",
+    "waiting_age_limit",
+    "max_chunk_tokens",
     "transport",
     "nixl_backend",
     "require_rdma",
@@ -80,6 +83,17 @@ class EngineServiceSettings(ProcessSettings):
     overlap: bool = Field(False, description="schedule the next step while the model runs")
     stop_preempted_request: bool = Field(
         True, description="end a request that loses its KV blocks; off: compute it again later"
+    )
+    waiting_policy: WaitingPolicyName = Field(
+        "fcfs",
+        description="which waiting request is prefilled first: the first to come, the longest cached prefix,"
+        " depth first through cached prefixes, the largest max_tokens, by lot, routing key or priority",
+    )
+    waiting_age_limit: int = Field(
+        64, ge=1, description="prompt steps in which a request may be passed over before it goes first"
+    )
+    max_chunk_tokens: int | None = Field(
+        None, ge=1, description="tokens of one prompt in a step at most; default: all that fit"
     )
     peak_gflops: float | None = Field(
         None, gt=0, description="what the log calls full use of the machine; default: measured at start"

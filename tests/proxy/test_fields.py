@@ -111,3 +111,16 @@ async def test_echo_begins_each_choice_with_its_prompt(prompt: object) -> None:
     assert whole["choices"][0]["text"] == "hüabc"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hüabc"
     assert [choice["text"] for choice in several["choices"]] == ["xabc", "yabc"]
+
+
+async def test_priority_and_routing_key_reach_both_engines() -> None:
+    answering = Answering("ok")
+    async with pair_stack(answering.prompt, answering.completion) as running:
+        running.client.headers["x-tandem-routing-key"] = "tenant-7"
+        assert (await running.chat(priority=3)).status_code == 200
+        assert (await running.complete(priority=2**31)).status_code == 400
+        requests = [
+            running.engines[0].calls[0].prompt_request,
+            running.engines[1].calls[0].completion_request,
+        ]
+    assert [(r.priority, r.routing_key) for r in requests] == [(3, "tenant-7")] * 2
