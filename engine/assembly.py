@@ -213,6 +213,7 @@ def build_role(
         lease_s=config.lease_s,
         advertise_host=config.control_advertise_host,
         require_rdma=config.require_rdma,
+        verify_kv=config.verify_kv,
         min_self_test_bytes_per_s=config.min_self_test_rate,
     )
     regions = regions_of(runner)

@@ -71,6 +71,8 @@ class EngineConfig:
     transport: str = "auto"
     nixl_backend: str = "UCX"
     require_rdma: bool = False
+    verify_kv: bool = False
+    """Digests of handed-over blocks are sent, or checked."""
     min_self_test_rate: float = 100e6
     """Bytes per second; a completion engine warns of a prompt engine that it reads from more slowly."""
     control_bind: str = "tcp://127.0.0.1:0"

@@ -23,6 +23,7 @@ FailReason = Literal[
     "bad_offer",
     "bad_pull",
     "read_failed",
+    "corrupt",
     "read_timeout",
     "confirm_timeout",
     "closed",

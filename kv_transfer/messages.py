@@ -43,6 +43,7 @@ _HandoverId = Annotated[str, Meta(min_length=1, max_length=128)]
 _Fields = Annotated[dict[_Name, _Text], Meta(max_length=64)]
 _Seconds = Annotated[float, Meta(ge=0, le=86400)]
 _Blob = Annotated[bytes, Meta(max_length=512 << 10)]
+_Digests = Annotated[bytes, Meta(max_length=(512 << 10) + 8)]
 _BlockIdBytes = Annotated[bytes, Meta(max_length=512 << 10)]
 
 
@@ -123,6 +124,8 @@ class Ending(Struct, frozen=True, array_like=True):
 
     state_slot: _Count | None
     first_tokens: Annotated[tuple[ChoiceStart, ...], Meta(min_length=1, max_length=MAX_COMPLETIONS)]
+    digests: _Digests = b""
+    """Of every block of the prompt, then of the state row; empty where the source does not compute them."""
 
 
 class Grant(Struct, frozen=True, tag=True):

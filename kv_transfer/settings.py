@@ -30,6 +30,9 @@ class TransferSettings:
     """Sink: a self-test below this rate is a warning."""
     require_rdma: bool = False
     """Sink: a peer that is not read over RDMA is not read at all."""
+    verify_kv: bool = False
+    """Source: send a digest of every block. Sink: compare them with what arrived; without them nothing is
+    believed."""
     breaker_failures: int = 3
     """Sink: a peer that fails this often in a row is left alone for a pause."""
     breaker_pause_s: float = 0.25
@@ -50,7 +53,7 @@ class TransferSettings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name not in ("advertise_host", "require_rdma") and not value > 0:
+            if item.name not in ("advertise_host", "require_rdma", "verify_kv") and not value > 0:
                 raise SettingsError(f"{item.name} must be positive, got {value}")
         if self.heartbeat_timeout_s <= self.heartbeat_interval_s:
             raise SettingsError(

@@ -37,7 +37,7 @@ from kv_transfer.messages import (
     Want,
 )
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sink_checks import announced_blocks, check_destination, plan_reads
+from kv_transfer.sink_checks import announced_blocks, check_destination, difference_in_bytes, plan_reads
 from kv_transfer.sink_handover import LEASED, OVERDUE, RENEWED, Destination, Handover, Stage
 from kv_transfer.sink_reads import Reads
 from kv_transfer.stats import SinkCounters
@@ -371,11 +371,28 @@ class SinkLedger:
         """Once the whole prompt is computed and read: ask whether it was valid until now."""
         if handover.ending is None or handover.read_ids:
             return
+        wrong = self._wrong_bytes(handover, handover.ending)
+        if wrong is not None:
+            self._fail(handover, "corrupt", wrong, now_s)
+            return
         self._leave_stage(handover, "read", now_s)
         self._counters.add_stage("tail", now_s - handover.ended_s)
         self._counters.bytes_read += handover.num_bytes
         self._counters.blocks_read += handover.num_local_blocks
         self._confirm(handover, now_s)
+
+    def _wrong_bytes(self, handover: Handover, ending: Ending) -> str | None:
+        """How what has arrived differs from what was computed; None if it does not, or nobody asked."""
+        if not self._settings.verify_kv or handover.destination is None:
+            return None
+        return difference_in_bytes(
+            self._regions,
+            handover.destination,
+            ending,
+            handover.num_tokens,
+            int(handover.remote_ids.size),
+            self._units,
+        )
 
     def _confirm(self, handover: Handover, now_s: float) -> None:
         handover.stage = Stage.CONFIRMING

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from kv_transfer.digests import source_digests
 from kv_transfer.events import SourceEvent
 from kv_transfer.layout import BlockIds, Identity, Region
 from kv_transfer.messages import ToSink, encode
@@ -121,7 +122,9 @@ class HandoverSource:
         self._pump.poller.register(self._socket, zmq.POLLIN)
 
     def _offer(self, offer: Offer, ids: BlockIds) -> None:
-        self._ready.ledger.offer(offer, ids, self._clock())
+        # Here and not in the engine's thread: the blocks are pinned, and it takes a second per GB.
+        found = source_digests(self._regions, ids, offer.state_slot) if self._settings.verify_kv else b""
+        self._ready.ledger.offer(offer, ids, self._clock(), found)
 
     def _turn(self) -> float:
         assert self._socket is not None

@@ -126,9 +126,9 @@ class SourceLedger:
         else:
             self._pin(_Pinned(handover_id, announcement.num_tokens, block_ids, None, math.inf), now_s)
 
-    def offer(self, offer: Offer, block_ids: BlockIds, now_s: float) -> None:
+    def offer(self, offer: Offer, block_ids: BlockIds, now_s: float, digests: bytes = b"") -> None:
         handover_id = offer.handover_id
-        ending = Ending(offer.state_slot, offer.first_tokens)
+        ending = Ending(offer.state_slot, offer.first_tokens, digests)
         self._counters.offers += 1
         pinned = self._pinned.get(handover_id)
         if pinned is not None:

@@ -56,6 +56,7 @@ class StackSettings(ProcessSettings):
     )
     dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
     transport: Transport = Field("auto", description="auto takes NIXL where both engines have it, else ZMQ")
+    verify_kv: bool = Field(False, description="check a digest of every block that is handed over")
     kv_bytes: int | None = Field(None, gt=0, description="memory of each engine's KV pool")
     state_bytes: int | None = Field(
         None, gt=0, description="memory of each engine's per-sequence states, for models that keep some"
@@ -107,6 +108,7 @@ SHARED_WITH_SERVICES = (
     "model",
     "dtype",
     "transport",
+    "verify_kv",
     "kv_bytes",
     "state_bytes",
     "max_model_len",

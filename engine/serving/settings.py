@@ -34,6 +34,7 @@ SHARED_WITH_ENGINE = (
     "transport",
     "nixl_backend",
     "require_rdma",
+    "verify_kv",
     "lease_s",
     "log_level",
     "peak_gflops",
@@ -105,6 +106,9 @@ class EngineServiceSettings(ProcessSettings):
     nixl_backend: NixlBackend = Field("UCX", description="NIXL's plugin; UCX_* variables are passed on to it")
     require_rdma: bool = Field(
         False, description="start, and read from a peer, only over RDMA; off: fall back to what there is"
+    )
+    verify_kv: bool = Field(
+        False, description="prompt: send a digest of every block; completion: check what arrived against them"
     )
     lease_s: float = Field(10.0, gt=0, description="how long KV blocks stay pinned for a silent reader")
 

@@ -27,6 +27,8 @@ class FakeTransport:
         """Reads stay in progress, and cannot be cancelled: a peer that is stopped."""
         self.next_error: str | None = None
         """The next read fails with this."""
+        self.corrupt: set[int] = set()
+        """Local blocks into which wrong bytes are written."""
         self.spares_self_tests = True
         """The switches and counters are for the reads of hand-overs only."""
         self.num_open = 0
@@ -124,6 +126,8 @@ class FakeConnection:
                 runs.remote_starts, runs.local_starts, runs.lengths, strict=True
             ):
                 local[target : target + length] = remote[source : source + length]
+            wrong = self._transport.corrupt & set(read.local_ids.tolist())
+            local[sorted(wrong)] ^= 1
         return ReadResult(read_id)
 
     def cancel(self, read_id: int) -> bool:

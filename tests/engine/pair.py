@@ -165,12 +165,14 @@ class EnginePair:
         prompt_cache: bool = False,
         completion_cache: bool = False,
         completion_block_size: int = BLOCK_SIZE,
+        verify_kv: bool = False,
+        source_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`make_runner`: from the number of blocks; None loads the checkpoint."""
         make_runner = make_runner or partial(tiny_runner, checkpoint)
         self._woken = threading.Event()
         identity = Identity("p-engine", 1, {"block_size": str(BLOCK_SIZE)})
-        settings = TransferSettings(lease_s=5.0)
+        settings = TransferSettings(lease_s=5.0, verify_kv=verify_kv)
         prompt_runner = make_runner(prompt_blocks)
         if completion_block_size == BLOCK_SIZE:
             completion_runner = make_runner(completion_blocks)
@@ -184,6 +186,7 @@ class EnginePair:
             "tcp://127.0.0.1:0",
             settings,
             self._woken.set,
+            clock=source_clock,
         )
         sink_identity = Identity("d-engine", 1, {"block_size": str(completion_block_size)})
         self._sink = HandoverSink(

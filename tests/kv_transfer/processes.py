@@ -24,7 +24,7 @@ needs_nixl = pytest.mark.skipif(
 )
 
 FENCED_TRANSPORTS = ["zmq", pytest.param("nixl", marks=needs_nixl)]
-"""NIXL over TCP is not among them: its source may abort when a reader cuts a read (decision 013)."""
+"""NIXL over TCP is not among them: its source may abort when a reader cuts a read (decision 020)."""
 
 REAL_TRANSPORTS = ["zmq", pytest.param("nixl", marks=needs_nixl), pytest.param("nixl-tcp", marks=needs_nixl)]
 
