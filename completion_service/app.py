@@ -1,4 +1,4 @@
-"""`POST /v1/completion`: token ids in, a stream of token ids out.
+"""`POST /v1/completion`: token ids in, a stream of token ids out. `POST /v1/link`: many of them at once.
 
 The status line comes at once and says whether this engine takes the request; a failure after that, such as a
 hand-over that does not come, is an event with the status it would have had.
@@ -8,7 +8,9 @@ import time
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Response
+from starlette.routing import Route
 
+from completion_service.token_link import TokenLinkEndpoint
 from engine.ipc import AddRequest, RequestOutput
 from engine.serving.app import create_service_app
 from engine.serving.engine_link import EngineLink
@@ -19,6 +21,7 @@ from engine.serving.streaming import EventStream
 from engine.serving.supervisor import EngineSupervisor
 from wire.json_body import to_json
 from wire.services import CompletionEvent, CompletionRequest, EngineRole
+from wire.token_link import LINK_PATH
 
 
 def create_app(role: EngineRole, supervisor: EngineSupervisor, max_body_bytes: int) -> FastAPI:
@@ -28,13 +31,24 @@ def create_app(role: EngineRole, supervisor: EngineSupervisor, max_body_bytes: i
 
     @app.post("/v1/completion")
     async def completion(body: CompletionRequest) -> Response:
-        check_role(role, body)
-        link = supervisor.link
-        assert supervisor.engine is not None, "a link exists only while the engine is ready"
-        check_limits(supervisor.engine, body.prompt_token_ids, body.sampling, body.num_replayed_tokens)
+        link = checked_link(role, supervisor, body)
         return EventStream(events(role, link, engine_request(body), metrics))
 
+    def check(body: CompletionRequest) -> tuple[EngineLink, AddRequest]:
+        return checked_link(role, supervisor, body), engine_request(body)
+
+    endpoint = TokenLinkEndpoint(check, metrics, supervisor, with_cached_tokens=role == "normal")
+    app.router.routes.append(Route(LINK_PATH, endpoint=endpoint, methods=["POST"]))
     return app
+
+
+def checked_link(role: EngineRole, supervisor: EngineSupervisor, body: CompletionRequest) -> EngineLink:
+    """The link to the engine, which can serve the request; `ServiceFailure` where it cannot."""
+    check_role(role, body)
+    link = supervisor.link
+    assert supervisor.engine is not None, "a link exists only while the engine is ready"
+    check_limits(supervisor.engine, body.prompt_token_ids, body.sampling, body.num_replayed_tokens)
+    return link
 
 
 def check_role(role: EngineRole, body: CompletionRequest) -> None:

@@ -33,6 +33,7 @@ from proxy.responses_api.answer import RESPONSES
 from proxy.routes import Routes
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
+from proxy.token_link import TokenLinks
 from proxy.token_routes import TokenRoutes
 from proxy.unknown_routes import on_http_exception, on_mistake
 from settings.secret_keys import SecretKeys, secret_keys
@@ -118,6 +119,7 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
         normal_max_new_tokens=settings.normal_max_new_tokens,
     )
     loads = EngineLoads()
+    links = TokenLinks(waits, connect_timeout_s=settings.connect_timeout_s) if settings.token_link else None
     routes = Routes(directory, loads, rules)
     return ProxyServices(
         settings=settings,
@@ -125,7 +127,7 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
         directory=directory,
         routes=routes,
         preparation=Preparation(text, (text.name, settings.model), routes),
-        calls=EngineCalls(http, timeouts, waits, loads, directory.answered),
+        calls=EngineCalls(http, timeouts, waits, loads, directory.answered, links),
         metrics=metrics,
         draining=Draining(),
     )

@@ -6,9 +6,9 @@ prompt engine has computed outlives its call: a hand-over that nobody takes is w
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import httpx
 import msgspec
@@ -24,8 +24,10 @@ from proxy.errors import (
     refused_at_once,
 )
 from proxy.event_stream import EventStreamParser, EventStreamTooLong
+from proxy.leg_batch import CompletionLeg, LegBatch, TakeBatch
 from proxy.loads import STREAM_TOKENS, EngineLoads
 from proxy.token_batch import TokenBatch
+from proxy.token_link import TokenLinks
 from wire.json_body import to_json
 from wire.services import (
     CompletionEvent,
@@ -53,15 +55,6 @@ class LegTimeouts:
     stall_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LegBatch:
-    """The events of one read, joined by choice."""
-
-    parts: Mapping[int, TokenBatch] = field(default_factory=dict)
-    failure: EngineFailure | None = None
-    """Why the stream ends after these tokens without an answer."""
-
-
 class EngineCalls:
     """Opens legs; owns the time-outs, not the connections."""
 
@@ -72,18 +65,25 @@ class EngineCalls:
         waits: EngineWaits,
         loads: EngineLoads,
         answered: Callable[[Engine], None],
+        links: TokenLinks | None = None,
     ) -> None:
-        """`answered` is to be called when an engine has given its first token of a request."""
+        """`answered` is to be called when an engine has given its first token of a request.
+
+        `links`: for engines that have token links; without, every stream is a request of its own.
+        """
         self._http = http
         self.timeouts = timeouts
         self.waits = waits
         self.loads = loads
         self.answered = answered
+        self._links = links
         self._httpx_timeout = httpx.Timeout(None, connect=timeouts.connect_s)
         self._withdrawals: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Wait for the withdrawals that are under way."""
+        """Wait for the withdrawals that are under way; close all links."""
+        if self._links is not None:
+            self._links.close()
         await asyncio.gather(*self._withdrawals)
 
     async def prompt(self, engine: Engine, request: PromptRequest) -> PromptResponse:
@@ -124,16 +124,31 @@ class EngineCalls:
     @asynccontextmanager
     async def completion(
         self, engine: Engine, request: CompletionRequest, timeout_s: float | None
-    ) -> AsyncIterator["CompletionLeg"]:
+    ) -> AsyncIterator[CompletionLeg]:
         """A completion stream, accepted within `timeout_s`; leaving the context before its end aborts it."""
         num_tokens = len(request.prompt_token_ids) + STREAM_TOKENS * request.num_completions
         with self.loads.on(engine, num_tokens):
-            async with self._open(engine, "/v1/completion", request, timeout_s) as response:
-                leg = CompletionLeg(engine, response, self.waits)
+            async with self._completion_leg(engine, request, timeout_s) as leg:
                 try:
                     yield leg
                 finally:
                     await leg.close()
+
+    @asynccontextmanager
+    async def _completion_leg(
+        self, engine: Engine, request: CompletionRequest, timeout_s: float | None
+    ) -> AsyncIterator[CompletionLeg]:
+        if self._links is not None and engine.info is not None and engine.info.has_token_link:
+            linked = await self._links.open(engine, request)
+            try:
+                await linked.accepted(timeout_s)
+            except BaseException:
+                await linked.close()
+                raise
+            yield linked
+            return
+        async with self._open(engine, "/v1/completion", request, timeout_s) as response:
+            yield EventStreamLeg(engine, response, self.waits)
 
     @asynccontextmanager
     async def _open(
@@ -158,8 +173,8 @@ class EngineCalls:
                 await response.aclose()
 
 
-class CompletionLeg:
-    """The tokens of one completion stream, in batches of what arrived together; its reader knows the end."""
+class EventStreamLeg:
+    """A completion leg over SSE: a request of its own, tokens in batches of what arrived together."""
 
     def __init__(self, engine: Engine, response: httpx.Response, waits: EngineWaits) -> None:
         self._engine = engine
@@ -176,6 +191,10 @@ class CompletionLeg:
             batch = self._join(self._parser.push(chunk))
             if batch.parts or batch.failure is not None:
                 return batch
+
+    async def forward(self, take: TakeBatch, stall_s: float) -> None:
+        while take(await self.next_batch(stall_s)):
+            pass
 
     async def drain(self) -> None:
         """Read the end of a stream whose last batch is in, so that its connection can be kept."""

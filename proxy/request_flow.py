@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from proxy.engine_waits import too_slow
 from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, EngineRefused, EngineUnreachable, failure_from_finish
-from proxy.legs import CompletionLeg, EngineCalls, LegBatch
+from proxy.leg_batch import CompletionLeg, LegBatch
+from proxy.legs import EngineCalls
 from proxy.pairing import Pair, Route, Single
 from proxy.text_stream import EndOfText
 from proxy.token_batch import TokenBatch, TokenSink
@@ -309,17 +310,19 @@ class _Relay:
 
     async def run(self, leg: CompletionLeg, first: LegBatch, stall_s: float) -> None:
         """Until every choice has ended, or its sink wants no more."""
-        batch = first
-        while True:
-            for choice, part in batch.parts.items():
-                self._pass_on(choice, part)
-            if not self._sinks:
-                if not self._next_index:
-                    await leg.drain()
-                return
-            if batch.failure is not None:
-                raise batch.failure
-            batch = await leg.next_batch(stall_s)
+        if self._take(first):
+            await leg.forward(self._take, stall_s)
+        if not self._next_index:
+            await leg.drain()
+
+    def _take(self, batch: LegBatch) -> bool:
+        for choice, part in batch.parts.items():
+            self._pass_on(choice, part)
+        if not self._sinks:
+            return False
+        if batch.failure is not None:
+            raise batch.failure
+        return True
 
     def _pass_on(self, choice: int, part: TokenBatch) -> None:
         if choice not in self._next_index:

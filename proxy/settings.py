@@ -34,6 +34,9 @@ class ProxySettings(ProcessSettings):
     normal_url: Urls = Field((), description="base URL of a NORMAL engine's service; repeatable")
     refresh_s: float = Field(1.0, gt=0, description="how often each engine is asked who and how it is")
 
+    token_link: bool = Field(
+        True, description="one connection per completion engine for all streams, where the engine has it"
+    )
     prompt_policy: PolicyName = Field("prefix", description="how a prompt engine is chosen")
     completion_policy: PolicyName = Field("prefix", description="how a completion engine is chosen")
     normal_policy: PolicyName = Field("round_robin", description="how a NORMAL engine is chosen")

@@ -218,4 +218,6 @@ class EngineInfo:
     """Blocks that no request uses; some of them may be cached, and are given up when they are needed."""
     zone: str | None = None
     """Where the engine is: blocks move faster within a zone."""
+    has_token_link: bool = False
+    """It serves `wire.token_link` beside `POST /v1/completion`."""
     version: str

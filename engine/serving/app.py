@@ -17,6 +17,7 @@ from engine.serving.supervisor import EngineSupervisor
 from wire.cache import CacheEvents
 from wire.json_body import to_json
 from wire.services import EngineInfo, EngineRole, ErrorBody, ServiceError
+from wire.token_link import LINK_PATH
 
 MAX_CACHE_EVENTS_WAIT_S = 30.0
 
@@ -94,6 +95,7 @@ def engine_info(role: EngineRole, supervisor: EngineSupervisor) -> EngineInfo:
         num_usable_blocks=stats.num_usable_blocks,
         num_free_blocks=stats.num_free_blocks,
         zone=supervisor.zone,
+        has_token_link=role != "prompt",
         version=version("tandem-serve"),
     )
 
@@ -106,7 +108,8 @@ class BodyLimit:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        # A link's body has no end; its frames have limits of their own.
+        if scope["type"] != "http" or scope["path"] == LINK_PATH:
             await self._app(scope, receive, send)
             return
         num_bytes = 0

@@ -8,6 +8,7 @@ request has ended by itself, tells the engine to abort it.
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
@@ -25,6 +26,16 @@ from engine.ipc import (
     encode,
 )
 from engine.serving.errors import EngineRefused, EngineUnavailable, InvalidRequest
+
+
+class OutputReceiver(Protocol):
+    """Gets a request's outputs, in order."""
+
+    has_ended: bool
+    """The engine has forgotten the request: there is nothing to abort."""
+
+    def put(self, item: RequestOutput | EngineUnavailable) -> None:
+        """Never waits."""
 
 
 class RequestStream:
@@ -64,7 +75,7 @@ class EngineLink:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.bind(endpoint)
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, OutputReceiver] = {}
 
     @property
     def num_open_streams(self) -> int:
@@ -83,25 +94,34 @@ class EngineLink:
     @contextmanager
     def open_stream(self, request: AddRequest) -> Iterator[RequestStream]:
         """Send `request` to the engine; on leaving, abort it unless it has ended."""
+        stream = RequestStream()
+        self.open(request, stream)
+        try:
+            yield stream
+        finally:
+            self.close_request(request.request_id)
+
+    def open(self, request: AddRequest, receiver: OutputReceiver) -> None:
+        """Send `request` to the engine and its outputs to `receiver`, until `close_request`."""
         if request.request_id in self._streams:
             raise InvalidRequest(
                 f"request_id {request.request_id!r} is already being served", param="request_id"
             )
-        stream = self._streams[request.request_id] = RequestStream()
+        self._streams[request.request_id] = receiver
         self._send(request)
-        try:
-            yield stream
-        finally:
-            self._streams.pop(request.request_id, None)
-            if not stream.has_ended:
-                self._send(Abort(request.request_id))
+
+    def close_request(self, request_id: str) -> None:
+        """Take no more outputs of a request; abort it unless it has ended."""
+        receiver = self._streams.pop(request_id, None)
+        if receiver is not None and not receiver.has_ended:
+            self._send(Abort(request_id))
 
     def withdraw(self, handover_id: str) -> None:
         self._send(Withdraw(handover_id))
 
     def fail_all(self, message: str) -> None:
         """End every open stream with `EngineUnavailable`."""
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             stream.put(EngineUnavailable(message, code="engine_lost"))
 
     def request_shutdown(self) -> None:

@@ -24,6 +24,15 @@ from wire.services import (
     ServiceError,
     TokenLogprobs,
 )
+from wire.token_link import (
+    LINK_PATH,
+    CloseStream,
+    FrameSplitter,
+    OpenStream,
+    StreamPart,
+    decode_to_service,
+    frame,
+)
 
 Script = Callable[["Call"], Coroutine[None, None, None]]
 
@@ -111,10 +120,54 @@ class Call:
         await self.send({"type": "http.response.body", "body": b""})
 
 
+@dataclass
+class LinkedCall(Call):
+    """A stream of a token link, for the same scripts."""
+
+    number: int = 0
+
+    async def part(self, part: StreamPart) -> None:
+        await self.write(frame([part]))
+
+    async def accept(self) -> None:
+        await self.part(StreamPart(self.number, is_accepted=True))
+
+    async def refuse(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "server_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        error = ServiceError(message=message, type=kind, param=param, code=code)
+        await self.part(StreamPart(self.number, error=error, error_status=status))
+
+    async def event(self, event: CompletionEvent) -> None:
+        await self.part(
+            StreamPart(
+                self.number,
+                choice=event.choice,
+                first_index=event.tokens[0].index if event.tokens else 0,
+                token_ids=tuple(made.token_id for made in event.tokens),
+                finish_reason=event.finish_reason,
+                num_cached_tokens=event.num_cached_tokens,
+                logprobs=tuple(made.logprobs for made in event.tokens),
+                error=event.error,
+                error_status=event.error_status,
+            )
+        )
+
+    async def end(self) -> None:
+        """A stream of a link ends with its last choice."""
+
+
 class MockEngine:
     """One engine; `script` answers its generation calls, and every one of them is kept in `calls`."""
 
-    def __init__(self, role: EngineRole, script: Script) -> None:
+    def __init__(self, role: EngineRole, script: Script, *, has_link: bool = False) -> None:
         self.role = role
         self.script = script
         self.calls: list[Call] = []
@@ -122,6 +175,7 @@ class MockEngine:
         """Hand-over ids that the proxy wants no more."""
         self.is_ready = True
         self.num_connections = 0
+        self.num_links = 0
         self.info = EngineInfo(
             role=role,
             engine_id=f"{role}-1",
@@ -134,6 +188,7 @@ class MockEngine:
             block_size=4,
             num_usable_blocks=1000,
             num_free_blocks=1000,
+            has_token_link=has_link,
             version="0",
         )
         self.url = ""
@@ -148,6 +203,9 @@ class MockEngine:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        if scope["path"] == LINK_PATH:
+            await self._serve_link(receive, send)
+            return
         body = await _body(receive)
         call = Call(scope["path"], body, send, arrived_s=asyncio.get_running_loop().time())
         if scope["method"] == "GET":
@@ -158,10 +216,46 @@ class MockEngine:
             await call.send({"type": "http.response.start", "status": 204, "headers": []})
             await call.end()
             return
+        await self._keep(call)
+        await self._run_script(call, receive)
+
+    async def _keep(self, call: Call) -> None:
         async with self._arrival:
             self.calls.append(call)
             self._arrival.notify_all()
-        await self._run_script(call, receive)
+
+    async def _serve_link(self, receive: Receive, send: Send) -> None:
+        """Run the script once for every stream; one that aborts takes the link with it."""
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self.num_links += 1
+        splitter, running = FrameSplitter(), dict[int, tuple[LinkedCall, asyncio.Task[None]]]()
+        try:
+            while (message := await receive())["type"] == "http.request":
+                for data in splitter.push(message["body"]):
+                    match decode_to_service(data):
+                        case OpenStream(number, request):
+                            decoded = msgspec.msgpack.decode(request, type=CompletionRequest)
+                            call = LinkedCall(
+                                "/v1/completion", msgspec.json.encode(decoded), send, number=number
+                            )
+                            await self._keep(call)
+                            task = asyncio.create_task(self._run_linked(call))
+                            running[number] = (call, task)
+                        case CloseStream(number):
+                            call, task = running.pop(number)
+                            call.client_left.set()
+                            task.cancel()
+        finally:
+            for call, task in running.values():
+                call.client_left.set()
+                task.cancel()
+            await asyncio.gather(*(task for _, task in running.values()), return_exceptions=True)
+
+    async def _run_linked(self, call: "LinkedCall") -> None:
+        try:
+            await self.script(call)
+        except ConnectionAbortedError:
+            await call.send({"type": "http.response.body", "body": b""})
 
     async def _answer_probe(self, call: Call) -> None:
         if call.path == "/info":

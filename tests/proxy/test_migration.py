@@ -119,9 +119,11 @@ FAULTS = {
 }
 
 
-def two_pairs(scripts: Generating, **settings: object) -> AbstractAsyncContextManager[Stack]:
+def two_pairs(
+    scripts: Generating, *, has_link: bool = False, **settings: object
+) -> AbstractAsyncContextManager[Stack]:
     engines = [MockEngine("prompt", scripts.prompt) for _ in range(2)]
-    engines += [MockEngine("completion", scripts.completion) for _ in range(2)]
+    engines += [MockEngine("completion", scripts.completion, has_link=has_link) for _ in range(2)]
     return stack(
         *engines, **{"max_migrations": 5, "stall_timeout_s": 0.5, "first_byte_timeout_s": 1.0, **settings}
     )
@@ -144,12 +146,23 @@ async def streamed(running: Stack, **fields: object) -> list[dict[str, Any]]:
     return decoded
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    ("name", "has_link"),
+    # A stream of a link has no end of its own that could come early.
+    [
+        (name, has_link)
+        for name in FAULTS
+        for has_link in (False, True)
+        if not (has_link and name == "ends early")
+    ],
+)
 @pytest.mark.parametrize("index", [1, 7, len(TOKENS) - 1])
-async def test_a_stream_goes_on_elsewhere_with_the_same_text_usage_and_end(name: str, index: int) -> None:
+async def test_a_stream_goes_on_elsewhere_with_the_same_text_usage_and_end(
+    name: str, index: int, has_link: bool
+) -> None:
     fault, reason = FAULTS[name]
     scripts = Generating({index: fault})
-    async with two_pairs(scripts) as running:
+    async with two_pairs(scripts, has_link=has_link) as running:
         chunks = await streamed(running, stream_options={"include_usage": True})
         *chunks, usage = chunks
         assert whole(chunks) == (TEXT, ["stop"])

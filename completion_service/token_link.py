@@ -1,0 +1,218 @@
+"""The service's end of a token link: the streams of one proxy over one connection (`wire.token_link`).
+
+1. a link is opened; its frames are read and written until either side closes it
+2. each OpenStream is checked as a request of its own and goes to the engine, or is refused in its own stream
+3. whatever a step brings for any of its streams leaves as one frame
+4. when it closes, what is still open is aborted; a draining service closes it once its streams have ended
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from engine.ipc import AddRequest, RequestOutput
+from engine.serving.engine_link import EngineLink
+from engine.serving.errors import EngineRefused, EngineUnavailable, InvalidRequest, ServiceFailure
+from engine.serving.metrics import ServiceMetrics
+from engine.serving.supervisor import EngineSupervisor
+from wire.services import CompletionRequest
+from wire.token_link import (
+    BEAT_S,
+    CloseStream,
+    FrameSplitter,
+    FrameTooLong,
+    OpenStream,
+    StreamPart,
+    decode_to_service,
+    frame,
+)
+
+Check = Callable[[CompletionRequest], tuple[EngineLink, AddRequest]]
+
+
+class TokenLinkEndpoint:
+    """The ASGI application behind LINK_PATH; one session per connection."""
+
+    def __init__(
+        self,
+        check: Check,
+        metrics: ServiceMetrics,
+        supervisor: EngineSupervisor,
+        *,
+        with_cached_tokens: bool,
+    ) -> None:
+        """`check` raises `ServiceFailure` for a request that this engine does not take now."""
+        self._check = check
+        self._metrics = metrics
+        self._supervisor = supervisor
+        self._with_cached_tokens = with_cached_tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session = LinkSession(self._check, self._metrics, with_cached_tokens=self._with_cached_tokens)
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"cache-control", b"no-store")]}
+        )
+        reading = asyncio.create_task(_read(receive, session))
+        writing = asyncio.create_task(self._write(send, session))
+        try:
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            for task in (reading, writing):
+                if task.done():
+                    task.result()
+        finally:
+            session.close()
+            reading.cancel()
+            writing.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
+    async def _write(self, send: Send, session: "LinkSession") -> None:
+        is_over = False
+        while not is_over:
+            parts = await session.next_parts()
+            is_over = self._supervisor.state == "draining" and not session.num_streams
+            await send({"type": "http.response.body", "body": frame(parts), "more_body": not is_over})
+
+
+async def _read(receive: Receive, session: "LinkSession") -> None:
+    """Until the proxy closes, or sends what is no frame."""
+    splitter = FrameSplitter()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        try:
+            for data in splitter.push(message.get("body", b"")):
+                session.take(data)
+        except (FrameTooLong, msgspec.MsgspecError):
+            return
+        if not message.get("more_body", False):
+            return
+
+
+class LinkSession:
+    """The open streams of one link, and what is to be sent to them."""
+
+    def __init__(self, check: Check, metrics: ServiceMetrics, *, with_cached_tokens: bool) -> None:
+        self._check = check
+        self.metrics = metrics
+        self.with_cached_tokens = with_cached_tokens
+        self._streams: dict[int, LinkedStream] = {}
+        self._pending: list[StreamPart] = []
+        self._has_parts = asyncio.Event()
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    def take(self, data: bytes) -> None:
+        """One frame of the proxy's; raises `msgspec.MsgspecError` where it is none."""
+        match decode_to_service(data):
+            case OpenStream(number, request):
+                self._open(number, request)
+            case CloseStream(number):
+                self.end(number)
+
+    def send(self, part: StreamPart) -> None:
+        """With everything else that this turn of the event loop brings."""
+        self._pending.append(part)
+        self._has_parts.set()
+
+    def end(self, number: int) -> None:
+        """Forget a stream; a request that has not ended is aborted."""
+        stream = self._streams.pop(number, None)
+        if stream is not None:
+            stream.close()
+
+    async def next_parts(self) -> list[StreamPart]:
+        """What has come since the last call; nothing after BEAT_S."""
+        try:
+            async with asyncio.timeout(BEAT_S):
+                await self._has_parts.wait()
+        except TimeoutError:
+            pass
+        self._has_parts.clear()
+        parts, self._pending = self._pending, []
+        return parts
+
+    def close(self) -> None:
+        for number in list(self._streams):
+            self.end(number)
+
+    def _open(self, number: int, raw: msgspec.Raw) -> None:
+        try:
+            link, request = self._check(_decode_request(raw))
+            stream = LinkedStream(self, number, link, request.request_id)
+            link.open(request, stream)
+        except ServiceFailure as failure:
+            self.send(StreamPart(number, error=failure.error, error_status=failure.status))
+        else:
+            self._streams[number] = stream
+            self.send(StreamPart(number, is_accepted=True))
+
+
+class LinkedStream:
+    """Receives the outputs of one request for its session."""
+
+    def __init__(self, session: LinkSession, number: int, link: EngineLink, request_id: str) -> None:
+        self.has_ended = False
+        self._session = session
+        self._number = number
+        self._link = link
+        self._request_id = request_id
+        self._started_s = time.monotonic()
+        self._is_first = True
+        self._outcome = "abort"
+
+    def put(self, item: RequestOutput | EngineUnavailable) -> None:
+        if isinstance(item, EngineUnavailable):
+            self._fail(item)
+        elif item.failure is not None:
+            self._fail(EngineRefused(item.failure.status, item.failure.error))
+        else:
+            self._pass_on(item)
+
+    def close(self) -> None:
+        self._link.close_request(self._request_id)
+        self._session.metrics.count_request(self._outcome)
+
+    def _pass_on(self, output: RequestOutput) -> None:
+        if self._is_first:
+            self._is_first = False
+            self._session.metrics.observe_first_token(time.monotonic() - self._started_s)
+        self._session.send(self._part(output))
+        if output.is_last:
+            self._outcome = output.finish_reason or self._outcome
+            self.has_ended = True
+            self._session.end(self._number)
+
+    def _part(self, output: RequestOutput) -> StreamPart:
+        tokens = output.tokens
+        logprobs = tuple(token.logprobs for token in tokens)
+        return StreamPart(
+            self._number,
+            choice=output.choice,
+            first_index=tokens[0].index if tokens else 0,
+            token_ids=tuple(token.token_id for token in tokens),
+            finish_reason=output.finish_reason,
+            num_cached_tokens=output.num_cached_tokens if self._session.with_cached_tokens else None,
+            logprobs=logprobs if any(logprobs) else None,
+        )
+
+    def _fail(self, failure: ServiceFailure) -> None:
+        self._outcome = "error"
+        self.has_ended = True
+        self._session.send(StreamPart(self._number, error=failure.error, error_status=failure.status))
+        self._session.end(self._number)
+
+
+def _decode_request(raw: msgspec.Raw) -> CompletionRequest:
+    try:
+        return _request_decoder.decode(raw)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequest(f"the request is not valid: {error}") from None
+
+
+_request_decoder = msgspec.msgpack.Decoder(CompletionRequest)

@@ -1,0 +1,304 @@
+"""The proxy's end of token links: one connection per completion engine for all its streams.
+
+Tokens are passed on in the very turn of the event loop that brings them: one frame a step, and no task of a
+stream has to wake up for it (`wire.token_link` has the protocol). A link that breaks, or is silent for
+SILENT_S, fails all its streams.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from proxy.engine_waits import EngineWaits, too_slow
+from proxy.engines import Engine
+from proxy.errors import (
+    EngineBroke,
+    EngineFailure,
+    EngineTooSlow,
+    EngineUnreachable,
+    failure_from_event,
+    failure_from_finish,
+    refused_at_once,
+)
+from proxy.leg_batch import LegBatch, TakeBatch
+from proxy.response_parser import MalformedResponse, ResponseParser
+from proxy.token_batch import TokenBatch
+from wire.services import CompletionRequest
+from wire.token_link import (
+    BEAT_S,
+    LINK_PATH,
+    CloseStream,
+    FrameSplitter,
+    FrameTooLong,
+    StreamPart,
+    decode_to_proxy,
+    frame,
+    open_stream_frame,
+)
+
+SILENT_S = 10 * BEAT_S
+
+
+class TokenLinks:
+    """Opens a link to an engine when its first stream needs one."""
+
+    def __init__(self, waits: EngineWaits, *, connect_timeout_s: float) -> None:
+        self._waits = waits
+        self._connect_timeout_s = connect_timeout_s
+        self._links: dict[str, TokenLink] = {}
+        self._connecting: dict[str, asyncio.Lock] = {}
+
+    async def open(self, engine: Engine, request: CompletionRequest) -> "LinkedLeg":
+        """A stream that the engine has been asked for; raises `EngineUnreachable`."""
+        async with self._connecting.setdefault(engine.url, asyncio.Lock()):
+            link = self._links.get(engine.url)
+            if link is None or link.is_closed:
+                link = self._links[engine.url] = await self._connect(engine)
+        return link.open(engine, request, self._waits)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close("the proxy is shutting down")
+
+    def check_invariants(self) -> None:
+        """Once nothing is open, no link knows of a stream."""
+        assert not any(link.num_streams for link in self._links.values())
+
+    async def _connect(self, engine: Engine) -> "TokenLink":
+        address = urlsplit(engine.url)
+        is_tls = address.scheme == "https"
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, link = await loop.create_connection(
+                    lambda: TokenLink(address.netloc),
+                    address.hostname or "",
+                    address.port or (443 if is_tls else 80),
+                    ssl=is_tls or None,
+                )
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or "timed out"
+            raise EngineUnreachable(
+                engine.role, f"the {engine.role} engine cannot be reached: {reason}"
+            ) from error
+        return link
+
+
+class TokenLink(asyncio.Protocol):
+    """One connection; numbers its streams."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._parser = ResponseParser()
+        self._frames = FrameSplitter()
+        self._legs: dict[int, LinkedLeg] = {}
+        self._numbers = count(1)
+        self._transport: asyncio.Transport | None = None
+        self._heard_s = 0.0
+        self._was_silent = False
+        self._watch: asyncio.TimerHandle | None = None
+        self.is_closed = False
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._legs)
+
+    def open(self, engine: Engine, request: CompletionRequest, waits: EngineWaits) -> "LinkedLeg":
+        number = next(self._numbers)
+        leg = self._legs[number] = LinkedLeg(engine, waits, partial(self._leave, number))
+        self._write(open_stream_frame(number, request))
+        return leg
+
+    def close(self, reason: str) -> None:
+        """Fails every open stream."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        for leg in list(self._legs.values()):
+            leg.take(LegBatch(failure=EngineBroke(leg.engine.role, f"the engine's link failed: {reason}")))
+        self._legs.clear()
+
+    def _leave(self, number: int, is_over: bool) -> None:
+        """Forget a stream; the engine need not be told when it has told the end itself."""
+        if self._legs.pop(number, None) is not None and not is_over:
+            self._write(frame(CloseStream(number)))
+
+    def _write(self, data: bytes) -> None:
+        if not self.is_closed:
+            assert self._transport is not None
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _take_frame(self, data: bytes) -> None:
+        for number, batch in _by_stream(decode_to_proxy(data), self._legs):
+            leg = self._legs.get(number)
+            if leg is not None:
+                if batch.failure is not None:
+                    del self._legs[number]  # the service has forgotten it, too
+                leg.take(batch)
+
+    def _check_silence(self) -> None:
+        loop = asyncio.get_running_loop()
+        is_silent = loop.time() - self._heard_s > SILENT_S
+        if is_silent and self._was_silent:
+            self.close(f"nothing was heard for {SILENT_S:g} s")
+            return
+        self._was_silent = is_silent  # if it was this process that stood still, the next look will tell
+        self._watch = loop.call_later(BEAT_S, self._check_silence)
+        for leg in list(self._legs.values()):
+            leg.check_stall(loop.time())
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        head = f"POST {LINK_PATH} HTTP/1.1\r\nhost: {self._host}\r\ntransfer-encoding: chunked\r\n\r\n"
+        self._transport.write(head.encode())
+        loop = asyncio.get_running_loop()
+        self._heard_s = loop.time()
+        self._watch = loop.call_later(BEAT_S, self._check_silence)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+        try:
+            body = self._parser.feed(data)
+            head = self._parser.head
+            if head is not None and head.status != 200:
+                self.close(f"it was refused with status {head.status}")
+                return
+            for piece in self._frames.push(body):
+                self._take_frame(piece)
+        except (MalformedResponse, FrameTooLong, msgspec.MsgspecError) as error:
+            self.close(str(error))
+            return
+        if self._parser.is_complete:
+            self.close("the engine has closed it")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.close(str(exc or "the connection was closed"))
+
+
+def _by_stream(parts: tuple[StreamPart, ...], legs: dict[int, "LinkedLeg"]) -> Iterator[tuple[int, LegBatch]]:
+    """The parts of a frame as batches; parts of one stream come one after the other."""
+    for part in parts:
+        leg = legs.get(part.stream)
+        if leg is not None:
+            yield part.stream, _batch(leg, part)
+
+
+def _batch(leg: "LinkedLeg", part: StreamPart) -> LegBatch:
+    reason = part.finish_reason
+    end = reason if reason == "stop" or reason == "length" else None
+    parts = {}
+    if part.token_ids or end is not None:
+        parts[part.choice] = TokenBatch(part.tokens(), end, part.num_cached_tokens)
+    failure: EngineFailure | None = None
+    if part.error is not None:
+        failure = failure_from_event(leg.engine.role, part.error, part.error_status)
+        if not leg.is_accepted:
+            failure = refused_at_once(leg.engine.role, failure.status, failure.error, {})
+    elif reason is not None and end is None:
+        failure = failure_from_finish(leg.engine.role, reason)
+    return LegBatch(parts, failure, part.is_accepted)
+
+
+class LinkedLeg:
+    """One stream of a link; see `proxy.legs.CompletionLeg`."""
+
+    def __init__(self, engine: Engine, waits: EngineWaits, leave: Callable[[bool], None]) -> None:
+        """`leave` gives the stream up, or says that it is over."""
+        self.engine = engine
+        self.is_accepted = False
+        self._waits = waits
+        self._leave = leave
+        self._early: list[LegBatch] = []
+        self._take_batch: TakeBatch | None = None
+        self._waiting: asyncio.Future[None] | None = None
+        self._heard_s = 0.0
+        self._stall_s: float | None = None
+
+    async def accepted(self, timeout_s: float | None) -> None:
+        """Return when the engine has taken the request; raises its refusal."""
+        while not self.is_accepted:
+            if self._early and self._early[0].failure is not None:
+                raise self._early[0].failure
+            await self._waits.within(timeout_s, self.engine, self._something())
+
+    async def next_batch(self, timeout_s: float | None) -> LegBatch:
+        """At least one token or an end of a choice or of all; silence for `timeout_s` is a failure."""
+        if not self._early:
+            await self._waits.within(timeout_s, self.engine, self._something())
+        return self._early.pop(0)
+
+    async def forward(self, take: TakeBatch, stall_s: float) -> None:
+        """Give every batch to `take` until that returns False; raises what it raises."""
+        for batch in self._early:
+            if not take(batch):
+                return
+        self._early.clear()
+        self._take_batch, self._stall_s = take, stall_s
+        self._heard_s = asyncio.get_running_loop().time()
+        try:
+            await self._waits.within(None, self.engine, self._something())
+        except EngineTooSlow:
+            raise too_slow(self.engine, stall_s) from None
+        finally:
+            self._take_batch = None
+
+    async def drain(self) -> None:
+        """The last batch is in: nothing follows."""
+        self._leave(True)
+
+    async def close(self) -> None:
+        self._leave(False)
+
+    def take(self, batch: LegBatch) -> None:
+        """What the link has brought; never waits."""
+        if batch.is_accepted:
+            self.is_accepted = True
+        elif self._take_batch is None:
+            self._early.append(batch)
+        else:
+            self._heard_s = asyncio.get_running_loop().time()
+            self._forward(self._take_batch, batch)
+            return
+        self._wake()
+
+    def check_stall(self, now_s: float) -> None:
+        stall_s = self._stall_s
+        if self._take_batch is not None and stall_s is not None and now_s - self._heard_s > stall_s:
+            self._wake(too_slow(self.engine, stall_s))
+
+    def _forward(self, take: TakeBatch, batch: LegBatch) -> None:
+        try:
+            wants_more = take(batch)
+        except Exception as error:  # belongs to whoever waits in `forward`
+            self._take_batch = None
+            self._wake(error)
+        else:
+            if not wants_more:
+                self._take_batch = None
+                self._wake()
+
+    async def _something(self) -> None:
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+    def _wake(self, error: Exception | None = None) -> None:
+        if self._waiting is None or self._waiting.done():
+            return
+        if error is None:
+            self._waiting.set_result(None)
+        else:
+            self._waiting.set_exception(error)

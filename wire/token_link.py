@@ -1,0 +1,115 @@
+"""One connection between a proxy and a completion engine's service that carries the tokens of all streams.
+
+`POST /v1/link`: the request's body and the response's body are open together, and both consist of frames:
+four bytes of length (big endian) and so many bytes of msgpack.
+
+    proxy                       service
+    OpenStream            ->                      a `CompletionRequest` under a number of the proxy's
+                          <-   [StreamPart]       first either `is_accepted` or an error: the status line
+                          <-   [StreamPart]       the tokens of one step, of every stream that has some
+    CloseStream           ->                      nobody wants more: abort; unknown numbers are ignored
+                          <-   []                 at least every BEAT_S: the service lives
+
+A stream's parts mean what `CompletionEvent` says; `POST /v1/completion` carries the same as SSE, one stream
+at a time.
+"""
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from wire.services import FinishReason, OutputToken, ServiceError, TokenLogprobs
+
+LINK_PATH = "/v1/link"
+BEAT_S = 1.0
+MAX_FRAME_BYTES = 64 << 20
+
+_LENGTH = struct.Struct(">I")
+
+
+class OpenStream(msgspec.Struct, frozen=True, tag=True):
+    stream: int
+    request: msgspec.Raw
+    """A `CompletionRequest`: decoded by itself, so that a bad one ends its own stream and no other."""
+
+
+class CloseStream(msgspec.Struct, frozen=True, tag=True):
+    stream: int
+
+
+class StreamPart(msgspec.Struct, frozen=True, array_like=True):
+    """What one step, or an end, means for one choice of one stream."""
+
+    stream: int
+    choice: int = 0
+    first_index: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One for each token; None where the request wants none."""
+    is_accepted: bool = False
+    error: ServiceError | None = None
+    """Ends the stream."""
+    error_status: int | None = None
+
+    def tokens(self) -> tuple[OutputToken, ...]:
+        logprobs = self.logprobs or (None,) * len(self.token_ids)
+        return tuple(
+            OutputToken(index=self.first_index + place, token_id=token_id, logprobs=logprobs[place])
+            for place, token_id in enumerate(self.token_ids)
+        )
+
+
+ToService = OpenStream | CloseStream
+
+
+class FrameTooLong(Exception):
+    """A peer that announces such a frame speaks another protocol."""
+
+
+class FrameSplitter:
+    """Cuts what a socket gives into frames."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def push(self, data: bytes) -> Iterator[bytes]:
+        """The frames that are complete now, in order; raises `FrameTooLong`."""
+        buffer = self._rest + data if self._rest else data
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise FrameTooLong(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
+                break
+            yield buffer[start + _LENGTH.size : end]
+            start = end
+        self._rest = buffer[start:]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_service: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)
+_to_proxy = msgspec.msgpack.Decoder(tuple[StreamPart, ...])
+
+
+def frame(message: ToService | list[StreamPart]) -> bytes:
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def open_stream_frame(stream: int, request: object) -> bytes:
+    return frame(OpenStream(stream, msgspec.Raw(_encoder.encode(request))))
+
+
+def decode_to_service(data: bytes) -> ToService:
+    """`msgspec.MsgspecError` for anything else."""
+    return _to_service.decode(data)
+
+
+def decode_to_proxy(data: bytes) -> tuple[StreamPart, ...]:
+    """`msgspec.MsgspecError` for anything else."""
+    return _to_proxy.decode(data)
