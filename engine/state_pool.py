@@ -3,6 +3,7 @@
 A row holds the states of all layers one after the other, so that a hand-over moves one contiguous piece.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,7 @@ NULL_SLOT = 0
 _FLOAT32_BYTES = 4
 _ALIGNMENT = 16
 """Numbers: every state begins at a multiple of 64 bytes."""
+_LONGEST_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,10 @@ class StateLayout:
     def __str__(self) -> str:
         """Equal texts mean exchangeable rows."""
         runs = [("x".join(map(str, shape)), len(list(run))) for shape, run in groupby(self.shapes)]
-        return f"float32[{'; '.join(text if count == 1 else f'{count}*{text}' for text, count in runs)}]"
+        text = "; ".join(text if count == 1 else f"{count}*{text}" for text, count in runs)
+        if len(text) > _LONGEST_TEXT:
+            text = f"{len(self.shapes)} states, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return f"float32[{text}]"
 
 
 class StatePool:

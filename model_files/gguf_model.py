@@ -12,7 +12,7 @@ from model_files.errors import ModelFilesError
 from model_files.fields import Fields
 from model_files.gguf_file import GgufFile
 from model_files.gguf_tokenizer import build_tokenizer
-from model_files.interface import Float32Array
+from model_files.interface import Float32Array, IntegerArray
 
 _ARCHITECTURES: dict[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -94,6 +94,9 @@ class GgufWeights:
 
     def names(self) -> Collection[str]:
         return self._stored_names.keys()
+
+    def get_integers(self, name: str) -> IntegerArray | None:
+        return None
 
     def get(self, name: str) -> Float32Array:
         if name not in self._stored_names:

@@ -17,7 +17,7 @@ from model_files.fields import Fields
 from model_files.fingerprint import fingerprint
 from model_files.fp8 import SCALE_SUFFIX, Fp8Format, dequantise, read_fp8_format
 from model_files.hf_config import read_config
-from model_files.interface import Float32Array
+from model_files.interface import Float32Array, IntegerArray
 from model_files.safetensors_file import SafetensorsFile
 
 _QUANTISATION_SUFFIXES = (SCALE_SUFFIX, "activation_scale")
@@ -106,6 +106,9 @@ class HfWeights:
         if self._fp8 is None:
             return self._shard_of.keys()
         return [name for name in self._shard_of if not name.endswith(_QUANTISATION_SUFFIXES)]
+
+    def get_integers(self, name: str) -> IntegerArray | None:
+        return self._shard_of[name].get_integers(name) if name in self._shard_of else None
 
     def get(self, name: str) -> Float32Array:
         if name not in self._shard_of:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from model_files.config import ModelConfig
 
 Float32Array = npt.NDArray[np.float32]
+IntegerArray = npt.NDArray[np.integer]
 
 
 class Weights(Protocol):
@@ -20,6 +21,10 @@ class Weights(Protocol):
     def get(self, name: str) -> Float32Array:
         """The tensor, dequantised and C-contiguous, [out, in] for a linear layer; possibly a read-only view
         of the mapped file. ModelFilesError names a missing tensor. Safe to call from several threads."""
+        ...
+
+    def get_integers(self, name: str) -> IntegerArray | None:
+        """A tensor stored as integers, such as a table of ids; None for one of numbers."""
         ...
 
 

@@ -14,11 +14,12 @@ import numpy as np
 from model_files.errors import ModelFilesError
 from model_files.fingerprint import sample
 from model_files.fp8 import decode_e4m3
-from model_files.interface import Float32Array
+from model_files.interface import Float32Array, IntegerArray
 from model_files.mapped_file import map_file
 
 _LENGTH_BYTES = 8
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+_INTEGERS = {"I64": "<i8", "I32": "<i4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,14 @@ class SafetensorsFile:
             return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return values.astype(np.float32, copy=False)
 
+    def get_integers(self, name: str) -> IntegerArray | None:
+        """A tensor stored as integers; None for any other."""
+        entry = self._entries[name]
+        if entry.dtype not in _INTEGERS:
+            return None
+        stored = np.dtype(_INTEGERS[entry.dtype])
+        return np.frombuffer(self._map, stored, math.prod(entry.shape), entry.offset).reshape(entry.shape)
+
     def _header(self) -> dict[str, object]:
         try:
             header = json.loads(self._map[_LENGTH_BYTES : self._data_start])
@@ -82,7 +91,8 @@ class SafetensorsFile:
             raise self._damaged(f"tensor {name} has no valid shape")
         if not 0 <= start <= end <= len(self._map) - self._data_start:
             raise self._damaged(f"it ends before the data of tensor {name}")
-        if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
+        item_bytes = {**_ITEM_BYTES, "I64": 8, "I32": 4}.get(dtype)
+        if item_bytes and end - start != math.prod(shape) * item_bytes:
             raise self._damaged(f"tensor {name} and its shape differ in size")
         return _Entry(dtype, tuple(shape), self._data_start + start)
 

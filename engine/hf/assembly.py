@@ -95,7 +95,7 @@ def _measure(model: PreTrainedModel, config: ModelConfig, block_size: int) -> tu
         )
     except Exception as error:  # whatever a model's own code raises
         raise ModelNotSupportedError(f"its forward pass fails ({type(error).__name__}: {error})") from error
-    return read_shape(cache, block_size), output.logits[0, -1]
+    return read_shape(model.config, cache, block_size), output.logits[0, -1]
 
 
 def _check(injected: InjectedModel, expected: torch.Tensor) -> None:
@@ -103,7 +103,8 @@ def _check(injected: InjectedModel, expected: torch.Tensor) -> None:
     if not type(injected.model)._can_set_attn_implementation():
         raise ModelNotSupportedError("its attention cannot be replaced")
     try:
-        injected.model.set_attn_implementation(PAGED_ATTENTION)
+        if injected.shape.v4 is None:
+            injected.model.set_attn_implementation(PAGED_ATTENTION)
         results = _run_trial(injected)
     except Exception as error:  # whatever a model's own code raises
         reason = f"it fails with the engine's attention and cache ({type(error).__name__}: {error})"
@@ -118,7 +119,7 @@ def _check(injected: InjectedModel, expected: torch.Tensor) -> None:
 def _run_trial(injected: InjectedModel) -> torch.Tensor:
     """Logits [2, vocab] of two sequences alike; the second begins as a copy of the first."""
     shape, tokens = injected.shape, _trial_tokens(injected.config)
-    small = replace(shape, kv=replace(shape.kv, block_size=_TRIAL_BLOCK_SIZE))
+    small = shape.with_block_size(_TRIAL_BLOCK_SIZE)
     pool = KVPool(small.kv, 1 + 2 * _TRIAL_BLOCKS)
     states = None if shape.states is None else StatePool(shape.states, 4)
     runner = replace(injected, shape=small).runner(pool, states)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from engine.hf.cache import running_cache
+from engine.hf.cache import PagedCache, running_cache
 
 PAGED_ATTENTION = "tandem_paged"
 """Name under which transformers finds it. It makes no masks for a name it does not know."""
@@ -28,7 +28,9 @@ def paged_attention(
     """
     layer = module.layer_idx
     assert isinstance(layer, int)
-    mask = running_cache.get().mask(layer)
+    cache = running_cache.get()
+    assert isinstance(cache, PagedCache)
+    mask = cache.mask(layer)
     if softcap is None and s_aux is None:
         output = F.scaled_dot_product_attention(
             query,

@@ -12,12 +12,13 @@ from contextvars import ContextVar
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
+from engine.hf.deepseek_v4 import V4Cache
 from engine.hf.parts import StepPart
 from engine.hf.shapes import CacheShape, LayerShape
 from engine.kv_pool import KVPool
 from engine.state_pool import StatePool
 
-running_cache: ContextVar["PagedCache"] = ContextVar("running_cache")
+running_cache: ContextVar["PagedCache | V4Cache"] = ContextVar("running_cache")
 """Of the forward pass that runs in this thread: attention functions find their masks there."""
 
 
@@ -138,6 +139,14 @@ class PagedCache(Cache):  # type: ignore[misc]
         rows = self._states.rows.index_select(0, index)
         self._gathered = index, rows
         return self._states.layout.views(rows)
+
+
+def make_cache(shape: CacheShape, pool: KVPool, states: StatePool | None) -> PagedCache | V4Cache:
+    """The cache object of a model."""
+    if shape.v4 is None:
+        return PagedCache(shape, pool, states)
+    assert states is not None
+    return V4Cache(shape.v4, pool, states)
 
 
 def _make_layer(shape: LayerShape, pool: KVPool) -> CacheLayerMixin | SlotLayer | DummyLayer:

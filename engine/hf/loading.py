@@ -85,6 +85,9 @@ def _tensors(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def _tensor(weights: Weights, name: str) -> torch.Tensor:
+    integers = weights.get_integers(name)
+    if integers is not None:
+        return torch.from_numpy(np.array(integers))
     values = weights.get(name)
     return torch.from_numpy(values if values.flags.writeable else np.array(values))
 

@@ -58,14 +58,20 @@ class StepPart:
     """Tokens of the longest sequence that were computed before."""
 
 
-def split_step(batch: StateBatch, layout: KVLayout, windows: Iterable[Window]) -> list[StepPart]:
-    """All parts of a step; `windows` are those that the model's layers have."""
+def split_step(
+    batch: StateBatch, layout: KVLayout, windows: Iterable[Window], *, one_by_one: bool = False
+) -> list[StepPart]:
+    """All parts of a step; `windows` are those that the model's layers have.
+
+    `one_by_one`: no two sequences in one part, for models that cannot tell them apart.
+    """
     is_decode = (batch.seqlens_q == 1) & (batch.seqlens_k > 1)
     cutter = _Cutter(batch, layout, tuple(windows))
     parts = [cutter.chunk(sequence) for sequence in np.flatnonzero(~is_decode).tolist()]
-    if is_decode.any():
-        parts.append(cutter.decodes(np.flatnonzero(is_decode)))
-    return parts
+    decodes = np.flatnonzero(is_decode)
+    if one_by_one:
+        return parts + [cutter.decodes(decodes[at : at + 1]) for at in range(decodes.size)]
+    return [*parts, cutter.decodes(decodes)] if decodes.size else parts
 
 
 class _Cutter:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.hf.cache import PagedCache, running_cache
+from engine.hf.cache import make_cache, running_cache
 from engine.hf.parts import StateBatch, StepPart, split_step
 from engine.hf.shapes import CacheShape
 from engine.kv_pool import KVPool
@@ -25,8 +25,8 @@ class TransformersRunner:
         states: StatePool | None,
     ) -> None:
         self._model = model
-        self._windows = shape.windows
-        self._cache = PagedCache(shape, kv_pool, states)
+        self._shape = shape
+        self._cache = make_cache(shape, kv_pool, states)
         self.config = config
         self.kv_pool = kv_pool
         self.states = states
@@ -41,7 +41,9 @@ class TransformersRunner:
         if logit_rows is None:
             logit_rows = np.cumsum(batch.seqlens_q) - 1
         logits = torch.empty(logit_rows.size, self.config.vocab_size)
-        for part in split_step(batch, self.kv_pool.layout, self._windows):
+        for part in split_step(
+            batch, self.kv_pool.layout, self._shape.windows, one_by_one=self._shape.v4 is not None
+        ):
             places = np.flatnonzero(np.isin(logit_rows, part.rows))
             in_part = np.searchsorted(part.rows, logit_rows[places])
             logits[torch.from_numpy(places)] = self._run(part, torch.from_numpy(in_part))

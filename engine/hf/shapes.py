@@ -1,13 +1,14 @@
 """What a model keeps for a sequence, layer by layer, learned from one pass with transformers' own cache."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
 from engine.errors import ModelNotSupportedError
+from engine.hf.deepseek_v4 import V4Shape, is_deepseek_v4, v4_shape
 from engine.kv_pool import KVLayout
 from engine.state_pool import StateLayout
 
@@ -35,10 +36,16 @@ class CacheShape:
     kv: KVLayout
     states: StateLayout | None
     """None: the model keeps nothing but keys and values."""
+    v4: V4Shape | None = None
+    """Of DeepSeek-V4, whose layers keep what no other model's do."""
+
+    def with_block_size(self, block_size: int) -> "CacheShape":
+        return replace(self, kv=replace(self.kv, block_size=block_size))
 
     @property
     def windows(self) -> frozenset[int | None]:
-        return frozenset(layer.window for layer in self.layers if layer.pool_layer is not None)
+        windows = frozenset(layer.window for layer in self.layers if layer.pool_layer is not None)
+        return windows or frozenset({None})
 
     @property
     def common_window(self) -> int | None:
@@ -50,6 +57,8 @@ class CacheShape:
 def check_layer_types(config: PreTrainedConfig) -> None:
     """`ModelNotSupportedError` names a kind of layer whose cache the engine cannot own."""
     decoder = config.get_text_config(decoder=True)
+    if is_deepseek_v4(decoder):
+        return
     unknown = sorted(set(get_layer_types_and_kwargs(decoder)[0]) - _LAYER_TYPES)
     if unknown:
         raise ModelNotSupportedError(
@@ -59,8 +68,12 @@ def check_layer_types(config: PreTrainedConfig) -> None:
         raise ModelNotSupportedError("its layers share keys and values with each other")
 
 
-def read_shape(cache: DynamicCache, block_size: int) -> CacheShape:
+def read_shape(config: PreTrainedConfig, cache: DynamicCache, block_size: int) -> CacheShape:
     """`cache` has been through a forward pass of one sequence."""
+    decoder = config.get_text_config(decoder=True)
+    if is_deepseek_v4(decoder):
+        v4 = v4_shape(decoder, block_size)
+        return CacheShape((), v4.kv, v4.states, v4)
     kv_shapes = [tuple(map(tuple, _kv_shape(layer))) for layer in cache.layers if _attends(layer)]
     if not kv_shapes:
         raise ModelNotSupportedError("none of its layers attends, so there are no KV blocks to serve it with")

@@ -36,6 +36,36 @@ STATEFUL: Mapping[str, tuple[str, dict[str, object]]] = {
     ),
     "qwen3_5": ("Qwen3_5", {**_HYBRID, **_LINEAR}),
 }
+COMPRESSED: Mapping[str, tuple[str, dict[str, object]]] = {
+    "deepseek_v4": (
+        "DeepseekV4",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 4,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 10},
+            "sliding_window": 6,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "hc_mult": 2,
+            "initializer_range": 0.1,
+        },
+    ),
+}
 STATELESS: Mapping[str, tuple[str, dict[str, object]]] = {
     "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "decoder_sparse_step": 1, "initializer_range": 0.1}),
     "gemma3": (
@@ -86,7 +116,7 @@ STATELESS: Mapping[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
-FAMILIES = {**STATEFUL, **STATELESS}
+FAMILIES = {**STATEFUL, **COMPRESSED, **STATELESS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,15 +11,15 @@ from engine.hf.parts import StateBatch
 from engine.hf.runner import TransformersRunner
 from engine.ipc import AddRequest
 from engine.model_runner import IntArray
-from tests.engine.hf_families import STATEFUL, TinyForeign
-from tests.engine.pair import CHUNK, EnginePair, TestEngine, engine_pair, greedy
+from tests.engine.hf_families import FAMILIES, TinyForeign
+from tests.engine.pair import CHUNK, EnginePair, TestEngine, answer_id, engine_pair, greedy
 from tests.engine.tiny_engine import normal_engine
 from wire.sampling import SamplingParams
 
 NUM_TOKENS = 6
 
 
-@pytest.fixture(params=STATEFUL, scope="module")
+@pytest.fixture(params=["lfm2", "qwen3_next", "deepseek_v4"], scope="module")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyForeign:
     return TinyForeign.make(tmp_path_factory.mktemp("tiny"), request.param)
 
@@ -74,8 +75,17 @@ def test_one_engine_answers_what_generate_does(tiny: TinyForeign, overlap: bool)
     assert engine.is_drained
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_pair_answers_what_generate_does(tiny: TinyForeign, overlap: bool) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_pair_answers_what_generate_does(tmp_path: Path, name: str) -> None:
+    """Every architecture; those without states move blocks alone."""
+    assert_pair_is_generate(TinyForeign.make(tmp_path, name), overlap=False)
+
+
+def test_the_pair_answers_what_generate_does_with_results_one_step_late(tiny: TinyForeign) -> None:
+    assert_pair_is_generate(tiny, overlap=True)
+
+
+def assert_pair_is_generate(tiny: TinyForeign, *, overlap: bool) -> None:
     with engine_pair(tiny.checkpoint, make_runner=tiny.runner, overlap=overlap) as pair:
         run_pair(pair, PROMPTS, greedy(NUM_TOKENS))
         answers = {request_id: pair.answer(request_id) for request_id in PROMPTS}
@@ -127,14 +137,22 @@ def test_requests_that_find_no_slot_wait_although_there_are_blocks(lfm2: TinyFor
 @pytest.mark.parametrize("overlap", [False, True])
 def test_forks_clone_the_state_and_go_their_own_ways(tiny: TinyForeign, overlap: bool) -> None:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=11, ignore_eos=True)
-    prompts = {"a": PROMPTS["3"], "b": PROMPTS["4"]}
     with engine_pair(tiny.checkpoint, make_runner=tiny.runner, overlap=overlap) as pair:
-        run_pair(pair, prompts, sampling, n=3)
-        for request_id, prompt in prompts.items():
-            choices = [pair.answer(request_id, choice) for choice in range(3)]
-            assert choices == [sampled_alone(tiny, prompt, sampling.of_choice(i)) for i in range(3)]
-            assert len({tuple(choice) for choice in choices}) == 3
+        run_pair(pair, {"a": PROMPTS["3"]}, sampling, n=3)
+        choices = [pair.answer("a", choice) for choice in range(3)]
+        assert choices == [sampled_alone(tiny, PROMPTS["3"], sampling.of_choice(i)) for i in range(3)]
+        assert len({tuple(choice) for choice in choices}) == 3
         pair.run_until_drained()
+
+
+def test_forks_in_one_engine_are_what_each_choice_is_alone(lfm2: TinyForeign) -> None:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=11, ignore_eos=True)
+    engine = normal_engine(lfm2.runner(64), overlap=True)
+    run_normal(engine, {"a": PROMPTS["4"]}, sampling, n=3)
+    for choice in range(3):
+        alone = sampled_alone(lfm2, PROMPTS["4"], sampling.of_choice(choice))
+        assert engine.answers[answer_id("a", choice)].token_ids == alone
+    assert engine.is_drained
 
 
 def sampled_alone(tiny: TinyForeign, prompt: list[int], sampling: SamplingParams) -> list[int]:

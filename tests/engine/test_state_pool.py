@@ -37,6 +37,9 @@ def test_slots_are_copied_and_zeroed_alone() -> None:
 
 def test_layouts_that_differ_have_different_short_texts() -> None:
     assert str(LAYOUT) == "float32[2*6x3; 2x4x5]"
+    many = StateLayout(tuple((i, 4) for i in range(1, 99)))
+    assert str(many) != str(StateLayout(many.shapes[::-1]))
+    assert len(str(many)) < 64
     assert str(StateLayout((*[(8, 4)] * 36, *[(32, 128, 128)] * 36))) == "float32[36*8x4; 36*32x128x128]"
 
 
