@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 NODE_STAMP := tests/node/node_modules/.setup-done
 
-.PHONY: setup serve test check bench soak chaos format clean
+.PHONY: setup serve test check bench soak chaos screenshots format clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,10 @@ soak: setup
 # Every process of a stack fails in every way, under 32 streams each time.
 chaos: setup
 	$(BIN)/python -m pytest --timeout 0 -m chaos tests/chaos $(ARGS)
+
+# The web page for the documents; needs chromium, as tests/browser does.
+screenshots: setup
+	TANDEM_SCREENSHOTS=docs/pictures $(BIN)/python -m pytest --timeout 0 tests/browser -k pictures
 
 format: setup
 	$(BIN)/ruff format .

@@ -206,5 +206,29 @@ class Health(_Answer):
     engines: list[EngineHealth]
 
 
+class PageStatus(BaseModel):
+    """Engines, what they do now, and the last minutes in buckets of time."""
+
+    model: str
+    version: str
+    is_draining: bool
+    num_open_requests: int
+    engines: list[dict[str, Any]]
+    handovers: list[dict[str, Any]]
+    bucket_s: float
+    history: list[dict[str, float | None]]
+
+
+class PageRequest(BaseModel):
+    """Times are seconds from the request's last byte on; only the state where the request is unknown."""
+
+    state: Literal["prompt", "hand-over", "completion", "ended", "unknown"]
+    engines: list[str] | None = None
+    first_token_s: float | None = None
+    kv_arrived_s: float | None = None
+    ended_s: float | None = None
+    num_migrations: int | None = None
+
+
 class Alive(_Answer):
     status: Literal["alive"] = Field("alive")

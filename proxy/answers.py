@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from proxy.activity import Activity, Trace
 from proxy.client import Client
 from proxy.errors import ProxyError
 from proxy.message_delta import FinishReason, MessageDelta, ToolCallDelta
@@ -18,10 +19,14 @@ from wire.services import OutputToken
 
 
 class ChoiceClock:
-    """Times one choice's tokens for the metrics."""
+    """Times one choice's tokens for the metrics and the web page."""
 
-    def __init__(self, metrics: ProxyMetrics, endpoint: str, started_s: float) -> None:
+    def __init__(
+        self, metrics: ProxyMetrics, activity: Activity, trace: Trace, endpoint: str, started_s: float
+    ) -> None:
         self._metrics = metrics
+        self._activity = activity
+        self._trace = trace
         self._endpoint = endpoint
         self._previous_s = started_s
         self._is_first = True
@@ -29,11 +34,14 @@ class ChoiceClock:
     def tick(self) -> None:
         now_s = time.monotonic()
         elapsed_s, self._previous_s = now_s - self._previous_s, now_s
+        self._trace.token(now_s, is_first_of_choice=self._is_first)
         if self._is_first:
             self._metrics.time_to_first_token.labels(self._endpoint).observe(elapsed_s)
+            self._activity.first_token(elapsed_s)
             self._is_first = False
         else:
             self._metrics.inter_token.observe(elapsed_s)
+            self._activity.next_token(elapsed_s)
 
 
 class Choice:

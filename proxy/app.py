@@ -11,6 +11,7 @@ from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from proxy.activity import Activity
 from proxy.api_keys import ApiKeyCheck
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
@@ -26,6 +27,7 @@ from proxy.metrics import ProxyMetrics
 from proxy.openai_responses import model_list, model_object
 from proxy.openapi import openapi_document
 from proxy.operation_routes import add_operations, json_response
+from proxy.page.routes import add_page
 from proxy.pairing import PairingRules
 from proxy.preparation import Preparation
 from proxy.request_ids import RequestIds
@@ -71,6 +73,7 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
     _add_tokens(app, services)
     _add_models(app, text.name)
     add_operations(app, services, app.version)
+    add_page(app, services, app.version)
     app.openapi = lambda: openapi_document(app.version)  # type: ignore[method-assign]
     return app
 
@@ -129,6 +132,7 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
         preparation=Preparation(text, (text.name, settings.model), routes),
         calls=EngineCalls(http, timeouts, waits, loads, directory.answered, links),
         metrics=metrics,
+        activity=Activity(),
         draining=Draining(),
     )
 

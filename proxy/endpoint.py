@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 
+from proxy.activity import Activity, Trace
 from proxy.answers import AnswerShape, Choice, ChoiceClock
 from proxy.asgi import Receive, Scope, Send
 from proxy.client import Client, ClientGone
@@ -40,6 +41,7 @@ class PromptChoices:
     """One prompt of a request and the choices that are generated for it."""
 
     prompt: PreparedPrompt
+    trace: Trace
     choices: Sequence[Choice]
 
     @property
@@ -63,6 +65,7 @@ class ProxyServices:
     preparation: Preparation
     calls: EngineCalls
     metrics: ProxyMetrics
+    activity: Activity
     draining: Draining
 
 
@@ -208,22 +211,25 @@ class _Exchange:
     ) -> list[PromptChoices]:
         """Choices are numbered through, all of a prompt before those of the next."""
         numbers = count()
-        return [
-            PromptChoices(
-                prompt,
-                [
-                    self._choice(index, request, prompt, answer)
-                    for index in islice(numbers, prompt.num_completions)
-                ],
-            )
-            for prompt in prepared
-        ]
+        prompts = []
+        for index, prompt in enumerate(prepared):
+            trace = self._trace(index, prompt.route)
+            indices = islice(numbers, prompt.num_completions)
+            choices = [self._choice(index, request, prompt, trace, answer) for index in indices]
+            prompts.append(PromptChoices(prompt, trace, choices))
+        return prompts
+
+    def _trace(self, index: int, route: Route) -> Trace:
+        given_id = self._client.headers["x-request-id"]
+        request_id = f"{given_id}-{index}" if index else given_id
+        return self._services.activity.trace(request_id, route, self._started_s)
 
     def _choice(
         self,
         index: int,
         request: ChatRequest | TextRequest,
         prompt: PreparedPrompt,
+        trace: Trace,
         answer: AnswerShape,
     ) -> Choice:
         model = self._services.text
@@ -234,7 +240,8 @@ class _Exchange:
             visible_ids=model.visible_tag_ids if prompt.form.has_parts else frozenset(),
             with_logprobs=request.num_logprobs is not None,
         )
-        clock = ChoiceClock(self._services.metrics, self._api.path, self._started_s)
+        services = self._services
+        clock = ChoiceClock(services.metrics, services.activity, trace, self._api.path, self._started_s)
         return Choice(text, prompt.form.parser(), clock, answer.choice_output(index), prompt.echo)
 
     async def _run_prompts(self) -> None:
@@ -264,10 +271,13 @@ class _Exchange:
         services = self._services
         limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)
         run = PromptRun(services.calls, services.routes, limits, self, new_handover_id)
-        await run.run(prompt.route, work, to_run.choices)
+        with services.activity.running(to_run.trace):
+            await run.run(prompt.route, work, to_run.choices)
 
     def begun_again(self, reason: str, stage: Stage) -> None:
         self._num_migrations += 1
+        for prompt in self._prompts:
+            prompt.trace.num_migrations = self._num_migrations
         self._services.metrics.migrations.labels(reason, stage).inc()
 
     def leg_failed(self, failure: EngineFailure, route: Route) -> None:

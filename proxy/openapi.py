@@ -36,6 +36,9 @@ class Operation:
         return f"{self.method}_{words or 'page'}"
 
 
+PAGE_FILES = ("/page/page.css", "/page/page.js", "/page/charts.js", "/page/chat.js")
+"""Parts of the web page, which are not described."""
+
 OPERATIONS = (
     Operation(
         method="post", path="/v1/chat/completions", summary="Answer a chat", body=ChatRequest,
@@ -75,6 +78,15 @@ OPERATIONS = (
         method="get", path="/health/live", summary="Does the process answer?", answer=answer_types.Alive
     ),
     Operation(method="get", path="/metrics", summary="Prometheus metrics", answer="text/plain"),
+    Operation(method="get", path="/", summary="The web page", answer="text/html"),
+    Operation(
+        method="get", path="/page/status", summary="What the web page shows", answer=answer_types.PageStatus
+    ),
+    Operation(
+        method="get", path="/page/requests/{request_id}", summary="How a request went",
+        parameters=("request_id",),
+        answer=answer_types.PageRequest,
+    ),
 )  # fmt: skip
 
 

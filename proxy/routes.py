@@ -1,7 +1,7 @@
 """Finds engines for prompts among those that are fit now, and tells the directory how they did."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from proxy.engines import Engine, EngineDirectory, EngineStart, FleetSnapshot
 from proxy.errors import EngineFailure, EngineUnreachable
@@ -22,6 +22,11 @@ class Routes:
         self._prefixes = PrefixIndex()
         self._turn = 0
         self._chance = random.Random()
+
+    @property
+    def num_queued_tokens(self) -> Mapping[str, int]:
+        """Tokens of open legs by engine's URL."""
+        return self._loads.num_queued_tokens
 
     def snapshot(self) -> FleetSnapshot:
         return self._directory.snapshot()

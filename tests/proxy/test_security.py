@@ -23,7 +23,7 @@ PROTECTED = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
 ]
-OPEN = ["/health", "/health/live", "/metrics", "/version", "/openapi.json"]
+OPEN = ["/", "/page/status", "/health", "/health/live", "/metrics", "/version", "/openapi.json"]
 
 
 def keyed_stack(**settings: object) -> AbstractAsyncContextManager[Stack]:

@@ -7,8 +7,10 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
@@ -46,6 +48,34 @@ def test_python(stack: RunningStack) -> None:
         assert client.responses.create(**options).output_text == text
         with client.responses.stream(**options, extra_body={"stop": [" "]}) as events:
             assert events.get_final_response().output_text == text.partition(" ")[0]
+
+
+class Answer(pydantic.BaseModel):
+    colour: Literal["red", "green", "blue"]
+    is_warm: bool
+
+
+def test_forms_and_forced_calls(stack: RunningStack) -> None:
+    """The engine follows schemas, so that even this small model fills a form and calls what it must."""
+    options = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 120}
+    tools = [{"type": "function", "function": WEATHER}]
+    with stack.client() as client:
+        parsed = client.chat.completions.parse(**options, response_format=Answer).choices[0].message.parsed
+        assert isinstance(parsed, Answer)
+        forced = client.responses.parse(
+            model=MODEL, input="Name a colour.", text_format=Answer, temperature=0, max_output_tokens=120
+        )
+        assert forced.output_parsed == parsed
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        for choice in ("required", named):
+            said = client.chat.completions.create(
+                **options, tools=tools, tool_choice=choice, parallel_tool_calls=False
+            ).choices[0]
+            assert said.finish_reason == "tool_calls"
+            assert said.message.tool_calls is not None
+            (call,) = said.message.tool_calls
+            assert call.function.name == "get_weather"
+            assert isinstance(json.loads(call.function.arguments)["city"], str)
 
 
 def test_langchain(stack: RunningStack) -> None:
