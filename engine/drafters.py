@@ -13,8 +13,9 @@ MAX_MATCH = 4
 """A match of more tokens than this is no better a sign."""
 FORGETTING = 0.98
 """Weight of a guess in the record after a newer one."""
-PRIOR_RATE, PRIOR_WEIGHT = 0.5, 2.0
-"""What is supposed of guesses before any was made, and how many guesses it weighs."""
+PRIOR_RATES, PRIOR_WEIGHT = np.array([0.15, 0.4, 0.6, 0.75]), 4.0
+"""Share of guesses that come true behind a match of 1, 2, .. tokens, until it was measured, and how many
+guesses this weighs. With SmolLM2: 0.18, 0.50, 0.75, 0.89 on code, 0.18, 0.48, 0.71, 0.68 in chat."""
 SHARED_WEIGHT = 4.0
 """How many of its own guesses the record of all sequences weighs in that of one."""
 
@@ -96,7 +97,7 @@ class PromptLookup:
 
     def _chances(self, slot: int, match_length: int, num_tokens: int) -> Float64Array:
         """The chance of each of the tokens behind a match, given those before it."""
-        rates = self._each.rates(slot, self._all.rates(0, PRIOR_RATE, PRIOR_WEIGHT), SHARED_WEIGHT)
+        rates = self._each.rates(slot, self._all.rates(0, PRIOR_RATES, PRIOR_WEIGHT), SHARED_WEIGHT)
         lengths = np.clip(match_length + np.arange(num_tokens), 1, MAX_MATCH)
         return rates[lengths - 1]
 
@@ -160,7 +161,7 @@ class _Record:
             if not right:
                 return
 
-    def rates(self, place: int, prior: Float64Array | float, weight: float) -> Float64Array:
+    def rates(self, place: int, prior: Float64Array, weight: float) -> Float64Array:
         """float64 [MAX_MATCH]: share that came true, with `weight` imagined guesses that fared as `prior`."""
         rates: Float64Array = (self._right[place] + weight * prior) / (self._made[place] + weight)
         return rates

@@ -80,7 +80,7 @@ class LLMEngine:
         `grammars`: for structured output; without it such requests are refused.
         """
         self._scheduler = scheduler
-        model_step = ModelStep(runner, sampler, eos_token_ids=scheduler.config.eos_token_ids)
+        model_step = ModelStep(runner, sampler, eos_token_ids=scheduler.config.eos_token_ids, clock=clock)
         self._executor: StepExecutor = (
             OverlappedExecutor(model_step) if overlap else SynchronousExecutor(model_step)
         )

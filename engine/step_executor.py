@@ -81,7 +81,7 @@ class ModelStep:
         runner: Runner,
         sampler: Sampler,
         eos_token_ids: Items[int] = (),
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
         self._sampler = sampler

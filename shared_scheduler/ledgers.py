@@ -139,28 +139,25 @@ class DraftLedger:
     """Proposed continuations: ids to verify in the next step, and how past ones fared."""
 
     __slots__ = (
-        "accepted_token_ids", "confidences", "info_slot", "num_accepted", "num_proposed", "token_ids",
+        "confidences", "info_slot", "num_accepted", "num_proposed", "token_ids",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.token_ids: tuple[int, ...] = ()
         self.confidences: tuple[float, ...] = ()
         """Probability that each draft is accepted, given that those before it are."""
-        self.accepted_token_ids: tuple[int, ...] = ()
         self.num_proposed = 0
         self.num_accepted = 0
         self.info_slot: int | None = None
 
-    def record(self, accepted: list[int], num_proposed: int) -> None:
+    def record(self, num_accepted: int, num_proposed: int) -> None:
         """What became of the drafts of one step."""
-        self.accepted_token_ids = tuple(accepted)
         self.num_proposed += num_proposed
-        self.num_accepted += len(accepted)
+        self.num_accepted += num_accepted
 
     def clear(self) -> None:
         self.token_ids = ()
         self.confidences = ()
-        self.accepted_token_ids = ()
 
 
 class StructuredLedger:

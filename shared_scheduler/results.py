@@ -85,7 +85,7 @@ class ResultProcessor:
             sequence, num_launched = outputs.sequences[i], int(outputs.seqlens_q[i])
             sequence.cache.advance_optimistically(num_launched)
             sequence.cache.commit_processed_tokens(len(prefixes[i]) + 1)
-            sequence.draft.record(prefixes[i], num_launched - 1)
+            sequence.draft.record(len(prefixes[i]), num_launched - 1)
             if sequence.num_output_tokens == 0:
                 first_tokens.append(FirstToken(sequence, now_s - sequence.arrival_s))
             tokens = self._append([*prefixes[i], int(token_ids[i])], sequence)

@@ -81,6 +81,7 @@ class TestEngine:
         num_draft_tokens: int = 0,
         grammars: Grammars | None = None,
         block_size: int = BLOCK_SIZE,
+        clock: Callable[[], float] = time.monotonic,
         **scheduler_options: Any,
     ) -> None:
         """`num_draft_tokens` without a `drafter`: prompt lookup. Other options are the scheduler's."""
@@ -110,6 +111,7 @@ class TestEngine:
             runner,
             Sampler(),
             self.role,
+            clock,
             choices=self.choices,
             overlap=overlap,
             drafter=drafter if num_draft_tokens else None,
