@@ -27,7 +27,7 @@ class EngineConfig:
     block_size: int = 32
     kv_bytes: int = 1 << 30
     state_bytes: int | None = None
-    """Of a model with per-sequence states; None: a slot for each of `max_num_seqs`, up to `kv_bytes`."""
+    """Of a model with per-sequence states; None: two slots for each of `max_num_seqs`, up to `kv_bytes`."""
     max_model_len: int | None = None
     """None takes the model's own limit, or less where the KV pool is smaller than that."""
     max_num_seqs: int = 64

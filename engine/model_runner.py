@@ -64,7 +64,7 @@ class Runner(Protocol):
 class PoolSizes:
     kv_bytes: int = 1 << 30
     state_bytes: int | None = None
-    """None: a state slot for each of `max_num_seqs`, but not more memory than `kv_bytes`."""
+    """None: two state slots for each of `max_num_seqs`, but not more memory than `kv_bytes`."""
     max_num_seqs: int = 64
 
 

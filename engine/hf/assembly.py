@@ -73,11 +73,12 @@ def inject(files: ModelFiles, weight_format: WeightFormat, block_size: int) -> I
 def make_state_pool(layout: StateLayout, sizes: PoolSizes) -> StatePool:
     """As many slots as fit `state_bytes`, the null slot included.
 
-    None: one for each of `max_num_seqs` sequences, but not more memory than the KV pool may take.
+    None: two for each of `max_num_seqs` sequences, as some wait for their reader or are kept for a later
+    prompt, but not more memory than the KV pool may take.
     """
     if sizes.state_bytes is not None:
         return StatePool(layout, sizes.state_bytes // layout.row_bytes)
-    wanted = sizes.max_num_seqs + 1
+    wanted = 2 * sizes.max_num_seqs + 1
     return StatePool(layout, max(2, min(wanted, sizes.kv_bytes // layout.row_bytes)))
 
 

@@ -72,7 +72,7 @@ class EngineServiceSettings(ProcessSettings):
     state_bytes: int | None = Field(
         None,
         gt=0,
-        description="memory for per-sequence states of models that keep some; default: a slot for each of "
+        description="memory for per-sequence states of models that keep some; default: two slots for each of "
         "max_num_seqs, at most kv_bytes",
     )
     max_model_len: int | None = Field(

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers.cache_utils import DynamicCache
 
 from engine.hf.assembly import inject
 from engine.hf.runner import TransformersRunner
 from model_files import resolve_model
-from tests.engine.builders import StepOf, batch_of
+from tests.engine.builders import TINY, StepOf, batch_of
 from tests.engine.hf_families import FAMILIES, TinyForeign
 from tests.engine.pair import BLOCK_SIZE
 from tests.model_files.fp8_checkpoint import quantise
@@ -103,3 +104,22 @@ def test_an_fp8_checkpoint_of_experts_is_computed_from_the_numbers_that_were_mea
     ]
     assert logits[0].equal(logits[1])
     assert not logits[0][0].equal(tiny.logits(TOKENS)[-1])
+
+
+def test_the_text_model_of_a_wrapper_for_images_is_served(tmp_path: Path) -> None:
+    """As Qwen3.5 and Gemma 3 are published; text only."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": TINY["hidden_size"],
+    }
+    config = transformers.Qwen3_5Config(text_config={**TINY, **FAMILIES["qwen3_5"][1]}, vision_config=vision)
+    torch.manual_seed(1)
+    reference = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    reference.save_pretrained(tmp_path)
+    injected = inject(resolve_model(str(tmp_path)), "fp32", BLOCK_SIZE)
+    tiny = TinyForeign(tmp_path, reference, injected)
+    logits = run(tiny.runner(16), StepOf(TOKENS, 0, table(1, 45), 1))[0]
+    assert_same_probabilities(logits, tiny.logits(TOKENS)[-1])

@@ -43,10 +43,10 @@ def test_layouts_that_differ_have_different_short_texts() -> None:
     assert str(StateLayout((*[(8, 4)] * 36, *[(32, 128, 128)] * 36))) == "float32[36*8x4; 36*32x128x128]"
 
 
-def test_memory_is_filled_with_whole_slots_or_holds_one_for_each_sequence() -> None:
+def test_memory_is_filled_with_whole_slots_or_holds_two_for_each_sequence() -> None:
     row = LAYOUT.row_bytes
     assert make_state_pool(LAYOUT, PoolSizes(state_bytes=5 * row + 1)).num_slots == 5
-    assert make_state_pool(LAYOUT, PoolSizes(max_num_seqs=8)).num_slots == 9
+    assert make_state_pool(LAYOUT, PoolSizes(max_num_seqs=8)).num_slots == 17
     assert make_state_pool(LAYOUT, PoolSizes(max_num_seqs=8, kv_bytes=4 * row)).num_slots == 4
 
 
