@@ -178,14 +178,17 @@ class BlockManager:
         self._is_cached[ids] = True
 
     def disown(self, block_ids: npt.ArrayLike) -> None:
-        """The cache gives up blocks that nobody uses: they join the tail of the free list."""
+        """The cache gives up blocks: those that nobody uses join the tail of the free list."""
         ids = self._checked(block_ids)
-        if self._counts[ids].any() or not self._is_cached[ids].all():
-            raise CorruptionError(f"{self._name}s {ids.tolist()} evicted while used or not cached")
+        if not self._is_cached[ids].all():
+            raise CorruptionError(f"{self._name}s {ids.tolist()} evicted while not cached")
         self._is_cached[ids] = False
         self.num_cached -= ids.size
-        self.num_evictable -= ids.size
-        self._put_back(ids)
+        counts = self._counts[ids]
+        self.num_shared += int(np.count_nonzero(counts > 1))
+        unused = ids[counts == 0]
+        self.num_evictable -= unused.size
+        self._put_back(unused)
 
     def reset(self) -> None:
         """Forget the order of reuse; refused while anything is held or cached."""

@@ -90,6 +90,9 @@ class SchedulerConfig:
     """Off: decide exactly as the reference does, its known faults included (docs/decisions)."""
     prefix_cache: bool = False
     """Keep computed blocks when their sequences let go, and start prompts behind what is kept of them."""
+    state_snapshot_blocks: int = 32
+    """A model with state: blocks of a prompt between two states that the prefix cache keeps. One more is kept
+    at the prompt's last full block."""
     cache_events: bool = False
     """Collect what changes in the prefix cache for `take_cache_events`."""
     partial_pulls: bool = False
@@ -163,7 +166,7 @@ class SchedulerConfig:
     def _check_ranges(self) -> None:
         at_least_one = (
             "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "cp_size",
-            "prefill_attempt_interval", "prefill_any_attempt_interval",
+            "prefill_attempt_interval", "prefill_any_attempt_interval", "state_snapshot_blocks",
         )  # fmt: skip
         for name in at_least_one:
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")

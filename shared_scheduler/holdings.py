@@ -35,13 +35,15 @@ class Holdings:
         self._step_id = 0
         self.states = None if slots is None else BlockManager(slots, "state slot")
         self.blocks = BlockManager(config.num_blocks)
-        self.reuse = Reuse(config, self.blocks)
+        self.reuse = Reuse(config, self.blocks, self.states)
         self.loans = Loans(self.reuse.cache, self.blocks, config.block_size)
         self.info_slots = InfoSlots(config.num_draft_slots)
         self.rows = SequenceRows(
             min(config.max_num_seqs, 64), INITIAL_TABLE_WIDTH, config.max_blocks_per_sequence
         )
         self._copies = Copies()
+        self.has_state_to_keep = False
+        """A step must run, if only to copy a state before its slot is given up."""
         self._block_sources = LateReturns(self.blocks)
         self._state_sources = None if self.states is None else LateReturns(self.states)
 
@@ -65,7 +67,7 @@ class Holdings:
     def can_hold_behind(self, hit: Hit, num_blocks: int) -> AllocStatus:
         """`can_hold` for `num_blocks` of which the first are found cached."""
         num_taken = self.blocks.num_unused(hit.block_ids)
-        return self.can_hold(num_blocks - hit.num_blocks + num_taken)
+        return self.can_hold(num_blocks - hit.num_blocks + num_taken, self.reuse.num_slots_for(hit))
 
     def attach(
         self, sequence: Sequence, num_blocks: int, hit: Hit = NO_HIT, *, zero_state: bool = True
@@ -73,8 +75,8 @@ class Holdings:
         """Give a sequence without blocks a row, a slot and `num_blocks` blocks, those of `hit` first."""
         if sequence.holds_blocks:
             raise CorruptionError(f"{sequence.request_id!r} already holds blocks")
-        slot = 0 if self.states is None else self.states.allocate_one()
-        if slot and zero_state:
+        slot = 0 if self.states is None else self._take_slot(hit.state_slot)
+        if slot and zero_state and not hit.state_slot:
             self._copies.zero_states.append(slot)
         self._bind(sequence, slot)
         self.reuse.use(sequence, hit)
@@ -94,6 +96,27 @@ class Holdings:
         if replaced.size:
             self.rows.tables[sequence.row, : stored.size] = stored
             self._block_sources.free(replaced)
+        kept = self.reuse.keep_state(sequence)
+        if kept is not None:
+            state = sequence.cache.state_id
+            assert state is not None
+            assert self._state_sources is not None
+            self._copies.clone_states.append((state, kept))
+            self._state_sources.add(state, self._step_id + 1)
+            self.has_state_to_keep = True
+
+    def _take_slot(self, kept_state: int) -> int:
+        """A slot for a sequence; into which a kept state is copied, if one is given."""
+        assert self.states is not None
+        assert self._state_sources is not None
+        if not kept_state:
+            return self.states.allocate_one()
+        self.states.pin([kept_state])
+        slot = self.states.allocate_one()
+        self._copies.clone_states.append((kept_state, slot))
+        self._state_sources.add(kept_state, self._step_id)
+        self._state_sources.free(np.array([kept_state], np.int32))
+        return slot
 
     def share(self, parent: Sequence, child: Sequence, num_cached: int) -> None:
         """Pin the parent's slot and the blocks of its first `num_cached` tokens for the child."""
@@ -170,6 +193,7 @@ class Holdings:
         if not (copies.zero_states or copies.clone_blocks or copies.clone_states):
             return NO_COPIES
         self._copies = Copies()
+        self.has_state_to_keep = False
         return copies
 
     def check_invariants(self, holders: Iterable[Sequence]) -> None:

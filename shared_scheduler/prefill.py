@@ -128,10 +128,8 @@ class PromptPlanner:
         return length
 
     def _hit(self, sequence: Sequence) -> Hit:
-        """What is cached of a sequence that is to be admitted; its last token is always computed."""
-        if sequence.holds_blocks or self._holdings.states is not None:
-            return NO_HIT
-        return self._holdings.reuse.find(sequence, sequence.num_tokens - 1)
+        """What is cached of a sequence that is to be admitted."""
+        return NO_HIT if sequence.holds_blocks else self._holdings.reuse.find_to_compute(sequence)
 
     def _can_hold(self, sequence: Sequence) -> AllocStatus:
         needed = sequence.num_blocks_needed()
@@ -188,6 +186,9 @@ class PromptPlanner:
             while checkpoints and checkpoints[0] <= start:
                 checkpoints.popleft()
             checkpoint = next((at for at in checkpoints if at - start >= self._rules.min_chunk), None)
+        snapshot = self._holdings.reuse.next_snapshot(sequence, start + self._rules.min_chunk)
+        if snapshot is not None:
+            checkpoint = snapshot if checkpoint is None else min(snapshot, checkpoint)
         tokens = sequence.stored_tokens(0, sequence.num_tokens)
         return chunk_length(tokens, start, room, self._rules, checkpoint)
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from shared_scheduler.block_manager import BlockManager
 from shared_scheduler.cache_events import CacheEventLog
-from shared_scheduler.radix_tree import NO_BLOCKS, Node, Place, RadixTree
+from shared_scheduler.radix_tree import NO_BLOCKS, TOKEN_BYTES, Node, Place, RadixTree
 from shared_scheduler.rows import Int32Array
+from shared_scheduler.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Hit:
 
     block_ids: Int32Array
     place: Place | None = None
+    state_slot: int = 0
+    """Where the state at its end is kept, for models that have one."""
 
     @property
     def num_blocks(self) -> int:
@@ -40,14 +43,24 @@ NO_HIT = Hit(NO_BLOCKS)
 class PrefixCache:
     """The cached blocks of one pool. Keys are those of `radix_tree`."""
 
-    def __init__(self, blocks: BlockManager, block_size: int, *, has_events: bool = False) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        block_size: int,
+        states: BlockManager | None = None,
+        *,
+        has_events: bool = False,
+    ) -> None:
+        """`states`: the slots of a model that keeps a state beside its blocks."""
         self.tree = RadixTree(block_size)
         self.events = CacheEventLog(self.tree, block_size) if has_events else None
+        self._block_bytes = block_size * TOKEN_BYTES
         self.num_evicted = 0
         """Blocks evicted so far."""
         self.version = 0
         """Changes whenever a match may."""
         self._blocks = blocks
+        self.snapshots = None if states is None else Snapshots(states)
         self._tick = 0
         self._queue: list[tuple[int, int, Node]] = []
         """Heap of leaves by (last use, entry); an entry's use may be out of date."""
@@ -64,6 +77,22 @@ class PrefixCache:
         """The longest cached prefix; changes nothing, not even the order of eviction."""
         place = self.tree.match(key, salt)
         return NO_HIT if place is None else Hit(place.block_ids(), place)
+
+    def match_with_state(self, key: bytes, salt: str) -> Hit:
+        """The longest cached prefix whose state is kept."""
+        assert self.snapshots is not None
+        place = self.snapshots.deepest(self.tree.match(key, salt))
+        return NO_HIT if place is None else Hit(place.block_ids(), place, place.node.state_slot)
+
+    def keep_state(self, key: bytes, salt: str) -> int | None:
+        """A slot into which the state at the end of a cached key is to be copied; None: it is kept, or
+        there is no slot for it."""
+        place, snapshots = self.tree.match(key, salt), self.snapshots
+        if snapshots is None or place is None or place.num_blocks * self._block_bytes != len(key):
+            return None
+        slot = snapshots.keep(self.tree.end_at(place))
+        self.version += 1
+        return slot
 
     def pin(self, hit: Hit) -> None:
         """Use a prefix that was just matched; `BlockManager.free` ends the use."""
@@ -128,6 +157,8 @@ class PrefixCache:
             num_blocks -= num_unused
             if self.events is not None:
                 self.events.removing(leaf, num_unused)
+            if self.snapshots is not None:
+                self.snapshots.drop(leaf)
             self._enqueue(self.tree.trim(leaf, num_unused))
 
     def check_invariants(self) -> None:
@@ -135,6 +166,8 @@ class PrefixCache:
         self.tree.check_invariants()
         if self.events is not None:
             self.events.check_invariants()
+        if self.snapshots is not None:
+            self.snapshots.check_invariants()
         counts, is_cached = self._blocks.counts(), self._blocks.cached()
         in_tree = [node.blocks for node in self.tree.nodes()]
         block_ids = np.concatenate(in_tree) if in_tree else NO_BLOCKS
@@ -159,6 +192,8 @@ class PrefixCache:
         self._tick += 1
         for above in _path(node):
             above.last_used = self._tick
+            if self.snapshots is not None:
+                self.snapshots.touch(above)
         self._enqueue(node)
 
     def _enqueue(self, node: Node) -> None:

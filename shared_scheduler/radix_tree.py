@@ -34,7 +34,10 @@ def key_of(token_ids: Int32Array, num_blocks: int, block_size: int) -> bytes:
 class Node:
     """A run of blocks. Read its fields, change nothing: the tree does."""
 
-    __slots__ = ("blocks", "children", "hashes", "is_queued", "key", "last_used", "parent", "salt", "watches")
+    __slots__ = (
+        "blocks", "children", "hashes", "is_queued", "key", "last_used", "parent", "salt", "state_slot",
+        "watches",
+    )  # fmt: skip
 
     def __init__(self, parent: "Node | None", key: bytes, blocks: Int32Array, salt: str) -> None:
         self.parent = parent
@@ -50,6 +53,8 @@ class Node:
         self.is_queued = False
         self.hashes: list[bytes] = []
         """Chained hashes of the blocks, where somebody wants them."""
+        self.state_slot = 0
+        """Where the model's state after the last block is kept; 0: nowhere."""
 
     def __repr__(self) -> str:
         return f"Node({self.blocks.tolist()}, {len(self.children)} children)"
@@ -112,9 +117,7 @@ class RadixTree:
         """Add the blocks behind `place`, the match of `key`, which must not be the whole key."""
         if place is None:
             place = Place(self._root(salt), 0, 0)
-        node = place.node
-        if place.offset < node.num_blocks:
-            node = self._split(node, place.offset)
+        node = self.end_at(place)
         start = place.num_blocks * self._block_bytes
         child = Node(node, key[start:], block_ids, salt)
         assert len(child.key) == block_ids.size * self._block_bytes > 0
@@ -124,6 +127,10 @@ class RadixTree:
         for watch in node.watches.pop((node.num_blocks, first), ()):
             self._settle(watch, self._walk(Place(node, node.num_blocks, watch.num_blocks), watch.key))
         return child
+
+    def end_at(self, place: Place) -> Node:
+        """The node that ends at a place; one that goes on there is split."""
+        return place.node if place.offset == place.node.num_blocks else self._split(place.node, place.offset)
 
     def trim(self, leaf: Node, num_blocks: int) -> Node:
         """Remove the last blocks of a leaf; returns the node that now ends its path."""

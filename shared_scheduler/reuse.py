@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared_scheduler.block_manager import BlockManager
-from shared_scheduler.config import SchedulerConfig
+from shared_scheduler.config import EngineType, SchedulerConfig
 from shared_scheduler.prefix_cache import NO_HIT, Hit, PrefixCache
 from shared_scheduler.radix_tree import key_of
 from shared_scheduler.rows import Int32Array
@@ -31,20 +31,60 @@ class CacheStats:
 class Reuse:
     """The prefix cache as sequences see it; finds nothing and keeps nothing when it is switched off."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, states: BlockManager | None) -> None:
         self._block_size = config.block_size
         self._image_pad = config.image_pad_token_id
         self._image_start = config.image_start_token_id
         self.cache: PrefixCache | None = None
-        # Blocks alone do not bring back a sequence whose model keeps a state beside them.
-        if config.prefix_cache and config.num_state_slots is None:
-            self.cache = PrefixCache(blocks, config.block_size, has_events=config.cache_events)
+        if config.engine_type is EngineType.COMPLETION:
+            states = None  # they come with the hand-over
+        self._states = states
+        self._snapshot_tokens = config.state_snapshot_blocks * config.block_size
+        self._keeps_states = states is not None and config.chunked_prefill
+        if config.prefix_cache:
+            self.cache = PrefixCache(blocks, config.block_size, states, has_events=config.cache_events)
         self._num_query_tokens = 0
         self._num_hit_tokens = 0
         self._last: tuple[Sequence, int, int, Hit] | None = None
 
+    def find_to_compute(self, sequence: Sequence) -> Hit:
+        """Where the computation of a sequence may start: its last token is always computed.
+
+        With states it starts from a copy of one, for which another slot must be free.
+        """
+        num_tokens = sequence.num_tokens - 1
+        if self.cache is None or self._states is None:
+            return self.find(sequence, num_tokens)
+        hit = self.cache.match_with_state(self.key(sequence, num_tokens), sequence.cache_salt)
+        return hit if self._states.num_free >= self.num_slots_for(hit) else NO_HIT
+
+    def num_slots_for(self, hit: Hit) -> int:
+        """Free slots that a sequence takes which starts from `hit`: its own, and a kept state's meanwhile."""
+        if self._states is None or not hit.state_slot:
+            return 1
+        return 1 + (self._states.count(hit.state_slot) == 0)
+
+    def next_snapshot(self, sequence: Sequence, start: int) -> int | None:
+        """The first position from `start` on, within a prompt, at which its state is to be kept."""
+        if self.cache is None or not self._keeps_states:
+            return None
+        last = self._last_full(sequence)
+        regular = -(-start // self._snapshot_tokens) * self._snapshot_tokens
+        return min(regular, last) if start <= last else None
+
+    def keep_state(self, sequence: Sequence) -> int | None:
+        """The slot into which the sequence's state is to be copied now, if it is to be kept."""
+        position = sequence.cache.num_tokens
+        is_due = position % self._snapshot_tokens == 0 or position == self._last_full(sequence)
+        if self.cache is None or not (self._keeps_states and is_due and position):
+            return None
+        key = self.key(sequence, position)
+        if self._num_blocks(key) * self._block_size < position:
+            return None  # an image is in the way
+        return self.cache.keep_state(key, sequence.cache_salt)
+
     def find(self, sequence: Sequence, num_tokens: int) -> Hit:
-        """The longest cached prefix of a sequence within its first `num_tokens` tokens."""
+        """The longest prefix of a sequence's first `num_tokens` tokens whose blocks are cached."""
         cache = self.cache
         if cache is None:
             return NO_HIT
@@ -93,6 +133,10 @@ class Reuse:
         return CacheStats(
             self._num_query_tokens, self._num_hit_tokens, self.cache.num_blocks, self.cache.num_evicted
         )
+
+    def _last_full(self, sequence: Sequence) -> int:
+        """End of the last full block that leaves a token to compute."""
+        return (sequence.num_tokens - 1) // self._block_size * self._block_size
 
     def _num_blocks(self, key: bytes) -> int:
         return len(key) // (self._block_size * 4)

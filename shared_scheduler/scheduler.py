@@ -240,7 +240,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Would schedule() do something useful now?"""
         queues = self._queues
-        if queues.has_marked or queues.num_running or queues.prompted:
+        if queues.has_marked or queues.num_running or queues.prompted or self._holdings.has_state_to_keep:
             return True
         return self._prompts.has_admissible_head()
 

@@ -98,6 +98,7 @@ def configs(draw: st.DrawFn, engine_type: EngineType, **fixed: Any) -> Scheduler
         "waiting_age_limit": draw(st.sampled_from([1, 3, 20])),
         "sharing_tokens": draw(st.sampled_from([1, 8])),
         "cache_events": True,
+        "state_snapshot_blocks": draw(st.sampled_from([1, 2, 32])),
         "partial_pulls": draw(st.booleans()),
     }
     return SchedulerConfig(**(values | fixed))

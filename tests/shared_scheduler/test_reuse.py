@@ -173,14 +173,6 @@ def test_without_the_option_nothing_is_kept() -> None:
     assert (s.cache.hit_tokens, scheduler.cache, scheduler.lend(TWELVE)) == (0, None, None)
 
 
-def test_a_model_with_states_keeps_nothing_because_blocks_alone_do_not_bring_it_back() -> None:
-    engine = Engine(num_state_slots=4)
-    engine.serve(prompt("first", *TWELVE))
-    engine.serve(second := prompt("second", *TWELVE, 30))
-    assert second.cache.hit_tokens == 0
-    assert engine.scheduler.num_free_blocks == engine.scheduler.num_usable_blocks
-
-
 def test_hits_are_counted_in_tokens_once_per_sequence() -> None:
     engine = Engine()
     engine.serve(prompt("first", *TWELVE), prompt("second", *TWELVE, 1))
@@ -205,6 +197,56 @@ def test_a_fork_at_a_block_boundary_writes_into_its_own_copy_of_a_cached_block(i
     assert len(outputs.clone_blocks) == 1
     drain(engine.scheduler, engine.worker)
     assert child.num_output_tokens == 9
+
+
+# ----- states
+
+
+def test_a_model_with_states_starts_from_a_copy_of_a_kept_state() -> None:
+    engine = Engine(num_state_slots=6)
+    engine.serve(prompt("first", *TWELVE, 1, 2))
+    second = prompt("second", *TWELVE, 30)
+    engine.scheduler.add_sequence(second, 0.0)
+    outputs, _ = step(engine.scheduler, engine.worker)
+    assert (outputs.seqlens_q.tolist(), second.cache.hit_tokens) == ([1], 12)
+    assert outputs.clone_states == [(2, 3)]
+    assert outputs.zero_states == []
+
+
+def test_without_a_kept_state_cached_blocks_do_not_count() -> None:
+    engine = Engine(num_state_slots=6)
+    engine.serve(prompt("first", *TWELVE, 1, 2))
+    engine.serve(second := prompt("second", *TWELVE[:9]))
+    assert second.cache.hit_tokens == 0, "the state is kept at 12 tokens, not at 8"
+
+
+def test_states_are_kept_at_the_last_full_block_and_at_regular_distances() -> None:
+    engine = Engine(num_state_slots=6, state_snapshot_blocks=2, num_blocks=20)
+    engine.scheduler.add_sequence(prompt("first", *range(40, 63)), 0.0)
+    ends = []
+    while engine.scheduler.has_work():
+        outputs, _ = step(engine.scheduler, engine.worker)
+        if outputs.batch is not None and outputs.prompt_run:
+            ends += outputs.batch.seqlens_k.tolist()
+    assert ends == [8, 16, 20, 23]
+
+
+def test_kept_states_count_as_free_and_go_when_slots_are_needed() -> None:
+    engine = Engine(num_state_slots=3, num_blocks=20)
+    engine.serve(prompt("first", *TWELVE, 1))
+    assert engine.scheduler.num_free_slots == 2
+    engine.serve(prompt("second", *range(40, 53)), prompt("third", *range(60, 73)))
+    engine.serve(fourth := prompt("fourth", *TWELVE, 1))
+    assert fourth.cache.hit_tokens == 0
+
+
+def test_a_kept_state_goes_with_its_blocks() -> None:
+    engine = Engine(num_state_slots=6)
+    engine.serve(prompt("first", *TWELVE, 1))
+    engine.serve(prompt("other", *range(40, 70)))
+    engine.scheduler.check_invariants()
+    engine.serve(second := prompt("second", *TWELVE, 1))
+    assert second.cache.hit_tokens == 0
 
 
 # ----- COMPLETION
