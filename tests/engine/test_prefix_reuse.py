@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.ipc import AddRequest
+from tests.engine.hf_families import TinyForeign
 from tests.engine.pair import EnginePair, TestEngine, engine_pair, greedy, tiny_checkpoint
 from tests.engine.tiny_engine import TinyModel, normal_engine
 from wire.sampling import SamplingParams
@@ -93,6 +94,18 @@ def test_the_cached_tokens_of_a_prompt_are_reported_and_not_computed(model: Tiny
     assert end.num_cached_tokens == 16
     assert engine.engine.stats().num_prompt_tokens - num_computed == 4
     assert engine.answers["warm"].token_ids == engine.answers["cold"].token_ids
+
+
+@pytest.mark.parametrize(("family", "overlap"), [("lfm2", False), ("qwen3_5", True), ("qwen3_next", True)])
+def test_a_conversation_with_a_model_that_keeps_states_starts_from_copies_of_them(
+    tmp_path: Path, family: str, overlap: bool
+) -> None:
+    tiny = TinyForeign.make(tmp_path, family)
+    warm = normal_engine(tiny.runner(64), prefix_cache=True, overlap=overlap)
+    assert converse(warm, greedy(6)) == converse(normal_engine(tiny.runner(64)), greedy(6))
+    stats = warm.scheduler.cache_stats()
+    assert stats.num_hit_tokens > stats.num_query_tokens // 3
+    warm.engine.close()
 
 
 def test_requests_of_different_salts_compute_for_themselves(model: TinyModel) -> None:
