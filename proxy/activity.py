@@ -95,38 +95,36 @@ class Activity:
     def open_traces(self) -> Sequence[Trace]:
         return tuple(self._open.values())
 
-    def first_token(self, waited_s: float) -> None:
-        self._add(self._now().first_token_s, waited_s)
+    def first_token(self, waited_s: float, now_s: float) -> None:
+        _add(self._bucket(now_s).first_token_s, waited_s)
 
-    def next_token(self, waited_s: float) -> None:
-        self._add(self._now().inter_token_s, waited_s)
+    def next_token(self, waited_s: float, now_s: float) -> None:
+        _add(self._bucket(now_s).inter_token_s, waited_s)
 
     def buckets(self) -> list[Bucket]:
         """Of the last minutes, the oldest first; those without anything are empty, the current one is out."""
-        current = self._number()
+        current = int(self._clock() / self.bucket_s)
         known = {bucket.number: bucket for bucket in self._buckets}
         numbers = range(current - NUM_BUCKETS + 1, current)
         return [known.get(number) or Bucket(number) for number in numbers]
 
-    def _now(self) -> Bucket:
-        number = self._number()
+    def _bucket(self, now_s: float) -> Bucket:
+        number = int(now_s / self.bucket_s)
         if not self._buckets or self._buckets[-1].number != number:
             self._buckets.append(Bucket(number))
         bucket = self._buckets[-1]
         bucket.num_tokens += 1
         return bucket
 
-    def _add(self, samples: list[float], waited_s: float) -> None:
-        if len(samples) < MAX_SAMPLES:
-            samples.append(waited_s)
-
-    def _number(self) -> int:
-        return int(self._clock() / self.bucket_s)
-
     def check_invariants(self) -> None:
         """Nothing is with the engines and ended."""
         assert all(trace.ended_s is None for trace in self._open.values())
         assert len(self._ended) <= NUM_TRACES
+
+
+def _add(samples: list[float], waited_s: float) -> None:
+    if len(samples) < MAX_SAMPLES:
+        samples.append(waited_s)
 
 
 def quantile(samples: Sequence[float], share: float) -> float | None:

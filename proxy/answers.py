@@ -34,14 +34,15 @@ class ChoiceClock:
     def tick(self) -> None:
         now_s = time.monotonic()
         elapsed_s, self._previous_s = now_s - self._previous_s, now_s
-        self._trace.token(now_s, is_first_of_choice=self._is_first)
+        if self._trace.arrived_s is None:
+            self._trace.token(now_s, is_first_of_choice=self._is_first)
         if self._is_first:
             self._metrics.time_to_first_token.labels(self._endpoint).observe(elapsed_s)
-            self._activity.first_token(elapsed_s)
+            self._activity.first_token(elapsed_s, now_s)
             self._is_first = False
         else:
             self._metrics.inter_token.observe(elapsed_s)
-            self._activity.next_token(elapsed_s)
+            self._activity.next_token(elapsed_s, now_s)
 
 
 class Choice:

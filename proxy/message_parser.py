@@ -52,6 +52,10 @@ class MessageParser:
         return self._splitter is not None and not self._splitter.is_over
 
     def push(self, delta: TextDelta) -> MessageDelta:
+        if self._splitter is None and self._tools is None:
+            return MessageDelta(
+                content=delta.text, logprobs=delta.logprobs, finish_reason=delta.finish_reason
+            )
         reasoning, content = self._split(delta)
         parsed = self._parse(content, is_last=delta.finish_reason is not None)
         self._has_calls = self._has_calls or bool(parsed.calls)

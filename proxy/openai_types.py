@@ -244,7 +244,6 @@ ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"], []),
     "prediction": (),
     "web_search_options": (),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "add_generation_prompt": (True,),

@@ -59,6 +59,7 @@ async def test_every_chat_chunk_is_what_sdks_require() -> None:
 
 @pytest.mark.parametrize("path", ["chat", "text"])
 async def test_usage_chunk_comes_once_and_last_with_the_prompt_engines_cached_tokens(path: str) -> None:
+    """P6."""
     answering = Answering("abc", num_cached_tokens=2)
     async with pair_stack(answering.prompt, answering.completion) as running:
         chunks = await streamed_chunks(running, path, stream_options={"include_usage": True})
@@ -146,6 +147,7 @@ async def test_a_stop_string_across_the_hand_over_ends_both_legs() -> None:
 
 
 async def test_a_normal_engine_serves_alone() -> None:
+    """P5: and the answer says so."""
     answering = Answering(TEXT, num_cached_tokens=1)
     async with stack(MockEngine("normal", answering.normal)) as running:
         response = await running.complete()

@@ -161,6 +161,8 @@ async def test_the_stream_is_left_when_stop_strings_have_ended_every_choice() ->
 
 @BOTH_WAYS
 async def test_lists_of_prompts_and_n_multiply_prompt_by_prompt(is_streamed: bool) -> None:
+    """P1: every choice of every prompt comes back."""
+
     async def prompt(call: Call) -> None:
         last = call.prompt_request.prompt_token_ids[-1]
         await call.first_tokens(PromptChoice(token=token(0, last)), PromptChoice(token=token(0, last)))

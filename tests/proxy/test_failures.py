@@ -50,6 +50,8 @@ async def expect_cancelled(engine: MockEngine) -> None:
 async def test_the_prompt_engines_refusal_is_the_clients_and_cancels_the_completion_leg(
     status: int, is_streamed: bool
 ) -> None:
+    """P2."""
+
     async def prompt(call: Call) -> None:
         await running.engines[1].call()
         await call.refuse(status, "no", param="prompt_token_ids", code="why", headers=[("retry-after", "7")])
@@ -195,6 +197,7 @@ async def test_a_completion_stream_outside_the_protocol_is_502(script: Script) -
 async def test_a_completion_leg_that_fails_before_the_first_token_cancels_the_prompt_leg(
     is_streamed: bool,
 ) -> None:
+    """P4."""
     async with pair_stack(silent, fails_at_once) as running:
         await expect_refusal(running, 502, "engine_failed", is_streamed=is_streamed)
         await expect_cancelled(running.engines[0])
@@ -212,6 +215,8 @@ async def test_a_completion_leg_that_fails_before_the_first_token_cancels_the_pr
 async def test_an_engines_abnormal_finish_is_an_error_never_a_finish_reason(
     reason: FinishReason, status: int
 ) -> None:
+    """P3."""
+
     async def completion(call: Call) -> None:
         await call.accept()
         await call.tokens(1, ids("b"), finish_reason=reason)

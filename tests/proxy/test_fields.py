@@ -124,3 +124,21 @@ async def test_priority_and_routing_key_reach_both_engines() -> None:
             running.engines[1].calls[0].completion_request,
         ]
     assert [(r.priority, r.routing_key) for r in requests] == [(3, "tenant-7")] * 2
+
+
+ASKS: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+}
+
+
+@pytest.mark.parametrize("path", ASKS)
+async def test_cache_salt_and_priority_reach_both_engines(path: str) -> None:
+    answering = Answering("ok")
+    async with pair_stack(answering.prompt, answering.completion) as running:
+        body = {"model": "tiny", **ASKS[path], "cache_salt": "tenant-1", "priority": -3}
+        assert (await running.client.post(path, json=body)).status_code == 200
+        prompt, completion = (engine.calls[0] for engine in running.engines)
+    told = prompt.prompt_request, completion.completion_request
+    assert [(each.cache_salt, each.priority) for each in told] == [("tenant-1", -3)] * 2

@@ -66,8 +66,8 @@ async def test_the_status_shows_a_handover_while_it_is_in_flight() -> None:
 def test_buckets_are_the_last_minutes_without_the_one_that_is_not_over() -> None:
     clock = Clock()
     activity = Activity(clock, bucket_s=5.0)
-    activity.first_token(0.5)
-    activity.next_token(0.1)
+    activity.first_token(0.5, clock.now_s)
+    activity.next_token(0.1, clock.now_s)
     assert not any(bucket.num_tokens for bucket in activity.buckets())
     clock.now_s += 5
     assert (activity.buckets()[-1].first_token_s, activity.buckets()[-1].num_tokens) == ([0.5], 2)
