@@ -40,6 +40,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.pair
 	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.proxy
 	$(BIN)/python -m benchmarks.prefix
 
 # A hundred times as many random histories as `make test`.

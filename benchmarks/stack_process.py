@@ -11,7 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def tandem_serve(*arguments: str) -> Iterator[str]:
     """Run `tandem serve` with these arguments; yields the proxy's URL once it is ready."""
-    port = _free_port()
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "launcher.main", "serve", "--port", str(port), *arguments],
         stdout=subprocess.PIPE,
@@ -30,7 +30,7 @@ def tandem_serve(*arguments: str) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -26,7 +26,11 @@ class EventWriter:
         self._num_bytes = 0
         self._is_ended = False
         self._waiting: asyncio.Future[None] | None = None
-        self._writing = asyncio.get_running_loop().create_task(self._write())
+        loop = asyncio.get_running_loop()
+        self._sending_since_s: float | None = None
+        # A timer a stream, not one for every token.
+        self._watch = loop.call_later(stall_timeout_s / 4, self._check_stall)
+        self._writing = loop.create_task(self._write())
 
     @property
     def num_backlog_bytes(self) -> int:
@@ -48,22 +52,20 @@ class EventWriter:
         await asyncio.wait((self._writing, self._gave_up), return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
+        self._watch.cancel()
         self._writing.cancel()
         await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _write(self) -> None:
-        is_last = False
+        loop, is_last = asyncio.get_running_loop(), False
         while not is_last:
             if not self._backlog and not self._is_ended:
                 await self._more()
             data, is_last = b"".join(self._backlog), self._is_ended
             self._backlog.clear()
-            try:
-                async with asyncio.timeout(self._stall_timeout_s):
-                    await self._send(data, is_last)
-            except TimeoutError:
-                self._give_up()
-                return
+            self._sending_since_s = loop.time()
+            await self._send(data, is_last)
+            self._sending_since_s = None
             self._num_bytes -= len(data)
 
     async def _more(self) -> None:
@@ -72,6 +74,13 @@ class EventWriter:
             await self._waiting
         finally:
             self._waiting = None
+
+    def _check_stall(self) -> None:
+        loop, since_s = asyncio.get_running_loop(), self._sending_since_s
+        if since_s is not None and loop.time() - since_s > self._stall_timeout_s:
+            self._give_up()
+        elif not self._writing.done():
+            self._watch = loop.call_later(self._stall_timeout_s / 4, self._check_stall)
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
