@@ -50,7 +50,7 @@ class StreamOptions(Strict):
 
 
 class SamplingFields(StructuredFields):
-    """How tokens are drawn, for every endpoint that generates."""
+    """How an answer is generated, for every endpoint that does."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -67,6 +67,10 @@ class SamplingFields(StructuredFields):
     stop: StopStringList = Field(default_factory=list)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     ignore_eos: bool | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    """An extension: only requests with the same salt share cached prompts."""
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """An extension: the highest goes first where engines run the waiting policy `priority`."""
 
 
 class GenerationRequest(SamplingFields):
@@ -81,10 +85,6 @@ class GenerationRequest(SamplingFields):
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
-    """An extension: only requests with the same salt share cached prompts."""
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """An extension: the highest goes first where engines run the waiting policy `priority`."""
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:
