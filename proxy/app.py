@@ -48,8 +48,9 @@ KEEPALIVE_S = 4.0
 def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient | None = None) -> FastAPI:
     """The application; its lifespan owns the connections to engines and the tasks that watch them."""
     keys = secret_keys(settings.api_keys, settings.api_keys_file)
-    http = http or engine_http_client(secret_keys(settings.service_token, settings.service_token_file))
-    services = _services(settings, text, http)
+    service_token = secret_keys(settings.service_token, settings.service_token_file)
+    http = http or engine_http_client(service_token)
+    services = _services(settings, text, http, service_token)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -96,7 +97,9 @@ class ServiceTokenAuth(httpx.Auth):
         yield request
 
 
-def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient) -> ProxyServices:
+def _services(
+    settings: ProxySettings, text: TextModel, http: httpx.AsyncClient, service_token: SecretKeys
+) -> ProxyServices:
     timeouts = LegTimeouts(
         settings.connect_timeout_s, settings.first_byte_timeout_s, settings.stall_timeout_s
     )
@@ -122,7 +125,11 @@ def _services(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient)
         normal_max_new_tokens=settings.normal_max_new_tokens,
     )
     loads = EngineLoads()
-    links = TokenLinks(waits, connect_timeout_s=settings.connect_timeout_s) if settings.token_link else None
+    links = (
+        TokenLinks(waits, service_token, connect_timeout_s=settings.connect_timeout_s)
+        if settings.token_link
+        else None
+    )
     routes = Routes(directory, loads, rules)
     return ProxyServices(
         settings=settings,

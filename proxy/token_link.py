@@ -28,6 +28,7 @@ from proxy.errors import (
 from proxy.leg_batch import LegBatch, TakeBatch
 from proxy.response_parser import MalformedResponse, ResponseParser
 from proxy.token_batch import TokenBatch
+from settings.secret_keys import SecretKeys
 from wire.services import CompletionRequest
 from wire.token_link import (
     BEAT_S,
@@ -47,8 +48,9 @@ SILENT_S = 10 * BEAT_S
 class TokenLinks:
     """Opens a link to an engine when its first stream needs one."""
 
-    def __init__(self, waits: EngineWaits, *, connect_timeout_s: float) -> None:
+    def __init__(self, waits: EngineWaits, service_token: SecretKeys, *, connect_timeout_s: float) -> None:
         self._waits = waits
+        self._service_token = service_token
         self._connect_timeout_s = connect_timeout_s
         self._links: dict[str, TokenLink] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
@@ -76,7 +78,7 @@ class TokenLinks:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, link = await loop.create_connection(
-                    lambda: TokenLink(address.netloc),
+                    lambda: TokenLink(self._head(address.netloc)),
                     address.hostname or "",
                     address.port or (443 if is_tls else 80),
                     ssl=is_tls or None,
@@ -88,12 +90,18 @@ class TokenLinks:
             ) from error
         return link
 
+    def _head(self, host: str) -> bytes:
+        lines = [f"POST {LINK_PATH} HTTP/1.1", f"host: {host}", "transfer-encoding: chunked"]
+        if self._service_token.is_required:
+            lines.append(f"authorization: Bearer {self._service_token.first()}")
+        return "\r\n".join([*lines, "", ""]).encode()
+
 
 class TokenLink(asyncio.Protocol):
     """One connection; numbers its streams."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
+    def __init__(self, head: bytes) -> None:
+        self._head = head
         self._parser = ResponseParser()
         self._frames = FrameSplitter()
         self._legs: dict[int, LinkedLeg] = {}
@@ -160,8 +168,7 @@ class TokenLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        head = f"POST {LINK_PATH} HTTP/1.1\r\nhost: {self._host}\r\ntransfer-encoding: chunked\r\n\r\n"
-        self._transport.write(head.encode())
+        self._transport.write(self._head)
         loop = asyncio.get_running_loop()
         self._heard_s = loop.time()
         self._watch = loop.call_later(BEAT_S, self._check_silence)

@@ -10,6 +10,7 @@ import pytest
 from completion_service.app import create_app
 from engine.ipc import Abort, AddRequest
 from engine.serving.engine_link import EngineLink
+from engine.serving.service_token import ServiceTokenCheck
 from engine.serving.settings import EngineServiceSettings
 from engine.serving.supervisor import EngineSupervisor
 from proxy.engine_waits import EngineWaits
@@ -17,6 +18,7 @@ from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, EngineUnreachable
 from proxy.leg_batch import LegBatch
 from proxy.token_link import LinkedLeg, TokenLinks
+from settings.secret_keys import SecretKeys
 from tests.engine.serving.builders import ready, token_output
 from tests.engine.serving.conftest import ScriptedEngine
 from tests.proxy.builders import until
@@ -41,12 +43,19 @@ class Service:
         return await self.links.open(self.engine, replace(request, **fields))
 
 
+NO_TOKEN = SecretKeys()
+
+
 @asynccontextmanager
-async def service(link: EngineLink) -> AsyncIterator[Service]:
+async def service(
+    link: EngineLink, wanted: SecretKeys = NO_TOKEN, shown: SecretKeys = NO_TOKEN
+) -> AsyncIterator[Service]:
     supervisor = EngineSupervisor(EngineServiceSettings(), "normal")
     supervisor._link, supervisor.engine, supervisor.state = link, ready(), "ready"
-    async with serving(create_app("normal", supervisor, 1000)) as url:
-        links = TokenLinks(EngineWaits(), connect_timeout_s=5.0)
+    app = create_app("normal", supervisor, 1000)
+    app.add_middleware(ServiceTokenCheck, tokens=wanted)
+    async with serving(app) as url:
+        links = TokenLinks(EngineWaits(), shown, connect_timeout_s=5.0)
         yield Service(supervisor, Engine(url=url, role="normal"), links)
         links.close()
 
@@ -167,8 +176,22 @@ async def test_a_draining_service_closes_the_link_once_its_streams_have_ended(
         await until(lambda: only.is_closed)
 
 
+@pytest.mark.parametrize(("shown", "is_taken"), [("right", True), ("wrong", False)])
+async def test_a_link_shows_the_service_token(
+    link_and_engine: tuple[EngineLink, ScriptedEngine], shown: str, is_taken: bool
+) -> None:
+    link, _ = link_and_engine
+    async with service(link, SecretKeys(["right"]), SecretKeys([shown])) as running:
+        leg = await running.open("a")
+        if is_taken:
+            await leg.accepted(5.0)
+            return
+        with pytest.raises(EngineBroke, match="refused with status 401"):
+            await leg.accepted(5.0)
+
+
 async def test_an_engine_that_is_not_there_is_unreachable() -> None:
-    links = TokenLinks(EngineWaits(), connect_timeout_s=1.0)
+    links = TokenLinks(EngineWaits(), NO_TOKEN, connect_timeout_s=1.0)
     request = CompletionRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
     with pytest.raises(EngineUnreachable):
         await links.open(Engine(url="http://127.0.0.1:9", role="normal"), request)
