@@ -14,6 +14,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_NO_LIMIT = 1 << 20
+"""Positions of a model that states no limit."""
 _ROPE_KINDS = ("default", "linear", "llama3")
 
 
@@ -64,7 +66,7 @@ def _own_config(fields: Fields, architecture: Architecture, eos_token_ids: tuple
 def _foreign_config(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """What the scheduler, the proxy and the log need to know of a model that transformers computes."""
     text = fields.section("text_config") if "text_config" in fields else fields
-    hidden_size, num_heads = text.integer("hidden_size"), text.integer("num_attention_heads")
+    hidden_size, num_heads = text.integer("hidden_size"), text.integer("num_attention_heads", 1)
     head_dim = text.integer("head_dim", hidden_size // max(num_heads, 1))
     return ModelConfig(
         architecture="transformers",
@@ -75,7 +77,7 @@ def _foreign_config(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConf
         num_kv_heads=text.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         intermediate_size=text.integer("intermediate_size", 4 * hidden_size),
-        max_position_embeddings=text.integer("max_position_embeddings"),
+        max_position_embeddings=text.integer("max_position_embeddings", _NO_LIMIT),
         rms_norm_eps=text.number("rms_norm_eps", 1e-6),
         rope_theta=1.0,
         bos_token_id=text.optional_integer("bos_token_id"),

@@ -11,7 +11,7 @@ from engine.hf.assembly import inject
 from engine.hf.cache import PagedLayer
 from engine.model_runner import load_model_runner
 from model_files import ModelFilesError, resolve_model
-from tests.engine.builders import TINY, save_tiny_model
+from tests.engine.builders import save_tiny_model
 from tests.engine.hf_families import FAMILIES
 
 
@@ -33,9 +33,9 @@ def test_an_architecture_that_transformers_does_not_have(tmp_path: Path) -> None
 
 
 def test_a_model_without_attention(tmp_path: Path) -> None:
-    config = transformers.MambaConfig(**{**TINY, "state_size": 4})
+    config = transformers.MambaConfig(vocab_size=128, hidden_size=48, num_hidden_layers=2, state_size=4)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
-    assert "MambaForCausalLM cannot be served" in refusal(tmp_path)
+    assert "MambaForCausalLM cannot be served: none of its layers attends" in refusal(tmp_path)
 
 
 def test_layers_whose_cache_has_a_form_of_its_own(tmp_path: Path) -> None:
