@@ -183,6 +183,25 @@ def test_a_reused_slot_is_zeroed_before_its_first_step(lfm2: TinyForeign) -> Non
     assert engine.answers["second"].token_ids == lfm2.generate(PROMPTS["3"], NUM_TOKENS)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "deepseek_v4"])
+def test_a_conversation_with_a_warm_pair_is_what_generate_makes_of_every_turn(
+    tmp_path: Path, name: str
+) -> None:
+    """Prompts start from kept states; blocks that the completion engine has are not pulled again."""
+    tiny = TinyForeign.make(tmp_path, name)
+    history = PROMPTS["4"]
+    with engine_pair(
+        tiny.checkpoint, make_runner=tiny.runner, prompt_cache=True, completion_cache=True
+    ) as pair:
+        for turn in ("a", "b", "c"):
+            run_pair(pair, {turn: history}, greedy(NUM_TOKENS))
+            assert pair.answer(turn) == tiny.generate(history, NUM_TOKENS)
+            history = history + pair.answer(turn) + [9, 8, 7]
+        assert pair.prompt.scheduler.cache_stats().num_hit_tokens >= 24 + 32
+        assert pair.completion.engine.stats().transfer["blocks_skipped"] >= 6 + 8
+        pair.run_until_drained()
+
+
 @pytest.mark.parametrize("num_turns", [1, 3, 6])
 def test_an_aborted_request_gives_its_slots_back(lfm2: TinyForeign, num_turns: int) -> None:
     prompts = {"a": PROMPTS["4"], "b": PROMPTS["3"]}
