@@ -50,7 +50,7 @@ soak: setup
 
 # Every process of a stack fails in every way, under 32 streams each time.
 chaos: setup
-	$(BIN)/python -m pytest --timeout 0 -m chaos tests/chaos $(ARGS)
+	$(BIN)/python -m pytest --timeout 0 -m chaos tests/chaos tests/kv_transfer $(ARGS)
 
 # The web page for the documents; needs chromium, as tests/browser does.
 screenshots: setup

@@ -2,7 +2,8 @@
 
 Modes: `memory` serves a pool through a bare transport; `source` and `sink` run the real hand-over ends.
 Commands come as JSON lines on standard input: `["offer", id, num_tokens, block_ids]`, `["withdraw", id]`,
-`["request", id, engine_id, epoch, control_address]`, `["pull", id, block_ids]`, `["echo"]`. It ends with its
+`["request", id, engine_id, epoch, control_address]`, `["pull", id, block_ids]`, `["holds", ids, source_ids]`,
+`["clear"]`, `["echo"]`. It ends with its
 standard input.
 """
 
@@ -28,6 +29,7 @@ class Setup(TypedDict):
     lease_s: float
     num_blocks: int
     block_bytes: int
+    verify_kv: bool
 
 
 def say(*items: object) -> None:
@@ -55,7 +57,7 @@ def serve_source(setup: Setup, pool: Pool) -> None:
         pool.regions,
         make_transport(setup["transport"]),
         setup["address"],
-        TransferSettings(lease_s=setup["lease_s"]),
+        TransferSettings(lease_s=setup["lease_s"], verify_kv=setup["verify_kv"]),
         report,
     )
     say("ready", source.control_address)
@@ -82,7 +84,7 @@ def serve_sink(setup: Setup, pool: Pool) -> None:
         identity("completion-0", setup["epoch"]),
         pool.regions,
         make_transport(setup["transport"]),
-        TransferSettings(lease_s=setup["lease_s"]),
+        TransferSettings(lease_s=setup["lease_s"], verify_kv=setup["verify_kv"]),
         report,
     )
     say("ready", "")
@@ -96,6 +98,10 @@ def serve_sink(setup: Setup, pool: Pool) -> None:
             )
         elif name == "pull":
             sink.pull(*arguments)
+        elif name == "holds":
+            say("holds", pool.holds(*arguments))
+        elif name == "clear":
+            pool.kv[:] = 0
         else:
             say(name)
     sink.close()

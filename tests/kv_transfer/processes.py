@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -42,7 +43,10 @@ class Peer:
         lease_s: float = 10.0,
         num_blocks: int = NUM_BLOCKS,
         block_bytes: int = BLOCK_BYTES,
+        verify_kv: bool = False,
+        within: Sequence[str] = (),
     ) -> None:
+        """`within`: the beginning of a command that runs the rest of it elsewhere."""
         setup = {
             "mode": mode,
             "transport": transport,
@@ -51,9 +55,10 @@ class Peer:
             "lease_s": lease_s,
             "num_blocks": num_blocks,
             "block_bytes": block_bytes,
+            "verify_kv": verify_kv,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv_transfer.peer", json.dumps(setup)],
+            [*within, sys.executable, "-m", "tests.kv_transfer.peer", json.dumps(setup)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
