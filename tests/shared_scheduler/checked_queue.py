@@ -36,7 +36,8 @@ class CheckedQueue(PolicyQueue):
         sequence = waiter.sequence
         match self.scheduler.config.waiting_policy:
             case WaitingPolicy.LPM:
-                assert self._reuse.cache is not None
+                if self._reuse.cache is None:
+                    return 0  # a model with states: nothing is found in blocks alone
                 key = self._reuse.key(sequence, sequence.num_tokens - 1)
                 return -self._reuse.cache.match(key, sequence.cache_salt).num_blocks
             case WaitingPolicy.LOF:

@@ -264,6 +264,7 @@ class Life:
     first_steps: list[int] = field(default_factory=list)
     forked: set[str] = field(default_factory=set)
     without_blocks: set[str] = field(default_factory=set)
+    unadmitted_forks: set[str] = field(default_factory=set)
     """Their next chunk is their first, or their first again."""
     admitted: set[str] = field(default_factory=set)
     cached_names: set[str] = field(default_factory=set)
@@ -442,6 +443,7 @@ class Life:
 
     def step(self, events_meanwhile: Many[Event] = ()) -> None:
         self.without_blocks |= {name for name, s in self.live.items() if not s.holds_blocks}
+        self.unadmitted_forks = {name for name, s in self.live.items() if s.is_unadmitted_fork}
         outputs = self.scheduler.schedule()
         self.scheduler.check_invariants()
         self._check_outputs(outputs)
@@ -523,7 +525,9 @@ class Life:
 
     def _check_chunk(self, s: Sequence, q: int, k: int) -> None:
         """Every position is computed once, in order; cuts are aligned and spare images; first come first."""
-        if s.request_id in self.without_blocks:
+        # A fork may give its pins up and be admitted, behind a cached prefix, in one and the same step.
+        gave_up = s.request_id in self.unadmitted_forks and k - q < self.computed[s.request_id]
+        if s.request_id in self.without_blocks or gave_up:
             self.without_blocks.discard(s.request_id)
             self._on_first_chunk(s, k - q)
         assert k - q == self.computed[s.request_id], (
