@@ -26,7 +26,6 @@ from shared_scheduler import (
     EngineType,
     RequestError,
     Scheduler,
-    SchedulerConfig,
     SchedulerOutputs,
     Sequence,
     StepResults,
@@ -140,11 +139,11 @@ class Choices:
         """One sampled token per sequence: that of the choice which the sequence stands for from now on."""
         if not draws.draws:
             return drawn
-        token_ids, config = drawn[: len(outputs.sequences)].copy(), self._scheduler.config
+        token_ids = drawn[: len(outputs.sequences)].copy()
         for draw in draws.draws:
             group, sequence = draw.group, outputs.sequences[draw.row]
             first_ids = drawn[list(draw.places)].tolist()
-            group.reasons = tuple(_reason_after(sequence, token_id, config) for token_id in first_ids)
+            group.reasons = tuple(self._scheduler.reason_after(sequence, token_id) for token_id in first_ids)
             group.starts = tuple(
                 ChoiceStart(choice, token_id)
                 for choice, token_id in enumerate(first_ids)
@@ -278,17 +277,6 @@ class Choices:
 def _is_last_chunk(sequence: Sequence) -> bool:
     """Does the step that was just scheduled sample the sequence's output token 0?"""
     return sequence.num_output_tokens == 0 and sequence.schedule.chunked_rest_len == 0
-
-
-def _reason_after(sequence: Sequence, token_id: int, config: SchedulerConfig) -> FinishReason | None:
-    """How the sequence would end with this as its next token: the scheduler's rule, asked before it acts."""
-    sampling, num_tokens = sequence.sampling, sequence.num_tokens + 1
-    is_eos = token_id in config.eos_token_ids and not sampling.ignore_eos
-    if is_eos or token_id in sampling.stop_token_ids:
-        return "stop"
-    if num_tokens > config.max_model_len or num_tokens - sequence.num_prompt_tokens >= sampling.max_tokens:
-        return "length"
-    return None
 
 
 def _first_outputs(draw: FirstDraw, sampled: SampledTokens) -> list[RequestOutput]:

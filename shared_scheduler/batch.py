@@ -191,16 +191,16 @@ class BatchBuilder:
     def _chunk_slots(self, chunks: list[tuple[int, int, int]]) -> Int32Array:
         """Slots of positions start..end-1 of each (row, start, end), one after the other."""
         size, tables = self._block_size, self._rows.tables
-        block_ids = np.concatenate(
-            [tables[row, start // size : -(-end // size)] for row, start, end in chunks]
-        )
-        self._check_own(block_ids)
-        slots = np.add.outer(block_ids * size, self._offsets).reshape(-1)
-        pieces, at = [], 0
-        for _, start, end in chunks:
-            pieces.append(slots[at + start % size : at + start % size + end - start])
-            at += (-(-end // size) - start // size) * size
-        return np.concatenate(pieces)
+        slots = np.empty(sum(end - start for _, start, end in chunks), np.int32)
+        at = 0
+        for row, start, end in chunks:
+            block_ids = tables[row, start // size : -(-end // size)]
+            self._check_own(block_ids)
+            of_blocks = np.add.outer(block_ids * size, self._offsets).reshape(-1)
+            skipped, length = start % size, end - start
+            slots[at : at + length] = of_blocks[skipped : skipped + length]
+            at += length
+        return slots
 
     def _check_covered(self, rows: RowIndices, seqlens_k: Int32Array) -> None:
         short = (seqlens_k > self._rows.num_blocks[rows] * self._block_size).nonzero()[0]

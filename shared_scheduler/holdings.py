@@ -66,6 +66,8 @@ class Holdings:
 
     def can_hold_behind(self, hit: Hit, num_blocks: int) -> AllocStatus:
         """`can_hold` for `num_blocks` of which the first are found cached."""
+        if hit is NO_HIT:
+            return self.can_hold(num_blocks)
         num_taken = self.blocks.num_unused(hit.block_ids)
         return self.can_hold(num_blocks - hit.num_blocks + num_taken, self.reuse.num_slots_for(hit))
 
@@ -80,8 +82,9 @@ class Holdings:
             self._copies.zero_states.append(slot)
         self._bind(sequence, slot)
         self.reuse.use(sequence, hit)
-        own = self.blocks.allocate(num_blocks - hit.num_blocks)
-        self.rows.append_blocks(sequence.row, np.concatenate([hit.block_ids, own]))
+        if hit is not NO_HIT:
+            self.rows.append_blocks(sequence.row, hit.block_ids)
+        self.rows.append_blocks(sequence.row, self.blocks.allocate(num_blocks - hit.num_blocks))
 
     def store(self, sequence: Sequence) -> None:
         """Let others find what is computed of a sequence; nothing reads or writes its blocks just now.

@@ -151,16 +151,24 @@ class ResultProcessor:
 
     # ----- any
 
-    def check_stop(self, sequence: Sequence, token_id: int, num_tokens: int) -> bool:
-        """Does the newest token end the sequence? EOS and stop ids, then model length, then max_tokens."""
+    def status_after(self, sequence: Sequence, token_id: int, num_tokens: int) -> SequenceStatus | None:
+        """How the sequence ends with this as its newest of `num_tokens` tokens; None: it goes on.
+
+        EOS and stop ids come first, then the model's length, then max_tokens.
+        """
         sampling = sequence.sampling
         if (token_id in self._eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
-            sequence.finish(SequenceStatus.FINISHED_STOPPED)
-        elif (
-            num_tokens > self._config.max_model_len
-            or num_tokens - sequence.num_prompt_tokens >= sampling.max_tokens
-        ):
-            sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+            return SequenceStatus.FINISHED_STOPPED
+        num_outputs = num_tokens - sequence.num_prompt_tokens
+        if num_tokens > self._config.max_model_len or num_outputs >= sampling.max_tokens:
+            return SequenceStatus.FINISHED_LENGTH_CAPPED
+        return None
+
+    def check_stop(self, sequence: Sequence, token_id: int, num_tokens: int) -> bool:
+        """End the sequence if its newest token does."""
+        status = self.status_after(sequence, token_id, num_tokens)
+        if status is not None:
+            sequence.finish(status)
         return sequence.is_finished
 
     def _find_ended(

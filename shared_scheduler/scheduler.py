@@ -25,7 +25,7 @@ from shared_scheduler.results import ResultProcessor
 from shared_scheduler.reuse import CacheStats
 from shared_scheduler.rows import Int32Array
 from shared_scheduler.sequence import Sequence
-from shared_scheduler.status import SequenceStatus
+from shared_scheduler.status import FINISH_REASONS, SequenceStatus
 from shared_scheduler.step_time import StepTimeModel
 from shared_scheduler.voting import GroupVote, SingleRank, StepClock, agree_on_config
 from shared_scheduler.waiting import make_waiting_queue
@@ -236,6 +236,11 @@ class Scheduler:
         self._in_flight.popleft()
         self._holdings.finish_step(outputs.step_id)
         return self._results.process(outputs, token_ids, accepted, now_s, bool(self._in_flight))
+
+    def reason_after(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        """How the sequence would end with this as its next token; None: it would go on."""
+        status = self._results.status_after(sequence, token_id, sequence.num_tokens + 1)
+        return None if status is None else FINISH_REASONS[status]
 
     def has_work(self) -> bool:
         """Would schedule() do something useful now?"""
