@@ -169,6 +169,7 @@ class EnginePair:
         completion_block_size: int = BLOCK_SIZE,
         verify_kv: bool = False,
         source_clock: Callable[[], float] = time.monotonic,
+        admission_estimate: bool = False,
     ) -> None:
         """`make_runner`: from the number of blocks; None loads the checkpoint."""
         make_runner = make_runner or partial(tiny_runner, checkpoint)
@@ -210,6 +211,7 @@ class EnginePair:
             overlap=overlap,
             prefix_cache=completion_cache,
             block_size=completion_block_size,
+            admission_estimate=admission_estimate,
         )
         self.address = PromptEngineAddress(
             engine_id="p-engine", epoch=1, control_address=self._source.control_address
