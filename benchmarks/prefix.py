@@ -3,7 +3,8 @@
 1. Keys of 1,024 tokens in blocks of 16: match and insert in thread-CPU time, the tokens as they are in a
    sequence, so making the key counts. SGLang's figures: 47 and 197 us (Python core), 16 and 59 us (Rust).
 2. Share of the blocks of the Mooncake traces that is found, by cache size; the baseline is an infinite cache.
-3. Time to first token of a prompt of 1,500 random tokens, asked for the first time and again, through one
+3. What each waiting policy costs a step (`benchmarks.waiting`).
+4. Time to first token of a prompt of 1,500 random tokens, asked for the first time and again, through one
    NORMAL engine and through a pair. The baseline of the second is the first.
 """
 
@@ -18,6 +19,7 @@ from statistics import median
 import httpx
 import numpy as np
 
+from benchmarks import waiting
 from benchmarks.pair import Timings, one_request
 from benchmarks.report import Report, argument_parser
 from benchmarks.stack_process import tandem_serve
@@ -129,6 +131,7 @@ def main() -> None:
     report = Report("prefix")
     add_tree(report)
     add_traces(report)
+    waiting.add_rows(report, num_steps=100)
     if not arguments.no_engine:
         asyncio.run(add_repeated(report, arguments.model, arguments.prompt_tokens, arguments.prompts))
     report.finish(arguments.json)
