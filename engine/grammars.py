@@ -1,12 +1,15 @@
-"""Grammars for structured output: compiled by a thread beside the step loop, kept for later requests.
+"""Grammars for structured output: compiled by threads beside the step loop, kept for later requests.
 
-xgrammar takes seconds to import, so that happens with the first grammar, in that thread.
+xgrammar takes seconds to import, so that happens with the first grammar, in one of these threads. Most
+grammars take milliseconds, but there are short ones that take minutes: nobody waits for those past a limit.
 """
 
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 NUM_KEPT = 64
+NUM_THREADS = 2
+COMPILE_LIMIT_S = 30.0
+"""A request whose structure is not compiled by then is refused."""
 
 
 class Matcher:
@@ -74,14 +80,16 @@ class Grammars:
         stop_token_ids: Iterable[int],
         on_compiled: Callable[[], None] = lambda: None,
     ) -> None:
-        """`vocab_size`: of the model's logits. `on_compiled` is called by the compiling thread."""
+        """`vocab_size`: of the model's logits. `on_compiled` is called by a compiling thread."""
         self._make_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stop_token_ids = list(stop_token_ids)
         self._on_compiled = on_compiled
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._kept: OrderedDict[StructuredOutput, Future[CompiledGrammar]] = OrderedDict()
         self._compiler: GrammarCompiler | None = None
+        self._lock = Lock()
+        """Held while the compiler is made."""
 
     def compile(self, structured: StructuredOutput) -> "Future[CompiledGrammar]":
         """Its exception is a `GrammarError` where the structure cannot be obeyed."""
@@ -99,18 +107,29 @@ class Grammars:
         return Matcher(self.compile(structured).result())
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, structured: StructuredOutput) -> "CompiledGrammar":
-        if self._compiler is None:
-            from xgrammar import GrammarCompiler
-
-            info = tokenizer_info(self._make_tokenizer(), self._vocab_size, self._stop_token_ids)
-            self._compiler = GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._make_compiler()
         try:
             return _compile(self._compiler, structured)
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(f"structured output ({structured.kind}): {_first_line(error)}") from None
+
+    def _make_compiler(self) -> "GrammarCompiler":
+        from xgrammar import GrammarCompiler
+
+        info = tokenizer_info(self._make_tokenizer(), self._vocab_size, self._stop_token_ids)
+        return GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    request: AddRequest
+    grammar: "Future[CompiledGrammar]"
+    deadline_s: float
 
 
 class GrammarAdmission:
@@ -118,9 +137,9 @@ class GrammarAdmission:
 
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
-        self._held: list[tuple[AddRequest, Future[CompiledGrammar]]] = []
+        self._held: list[_Held] = []
 
-    def hold(self, request: AddRequest) -> None:
+    def hold(self, request: AddRequest, now_s: float) -> None:
         structured = request.sampling.structured
         assert structured is not None
         if self._grammars is None:
@@ -128,18 +147,18 @@ class GrammarAdmission:
             future.set_exception(GrammarError("this engine was built without grammars"))
         else:
             future = self._grammars.compile(structured)
-        self._held.append((request, future))
+        self._held.append(_Held(request, future, now_s + COMPILE_LIMIT_S))
 
     def drop(self, request_id: str) -> None:
-        self._held = [held for held in self._held if held[0].request_id != request_id]
+        self._held = [held for held in self._held if held.request.request_id != request_id]
 
-    def ready(self) -> list[tuple[AddRequest, Exception | None]]:
+    def ready(self, now_s: float) -> list[tuple[AddRequest, Exception | None]]:
         """Requests that may start, or must be refused for the reason given; each once."""
         if not self._held:
             return []
-        done = [held for held in self._held if held[1].done()]
-        self._held = [held for held in self._held if held not in done]
-        return [(request, _error_of(future)) for request, future in done]
+        over = [held for held in self._held if held.grammar.done() or held.deadline_s <= now_s]
+        self._held = [held for held in self._held if held not in over]
+        return [(held.request, _error_of(held.grammar)) for held in over]
 
     def close(self) -> None:
         if self._grammars is not None:
@@ -147,6 +166,8 @@ class GrammarAdmission:
 
 
 def _error_of(future: "Future[CompiledGrammar]") -> Exception | None:
+    if not future.done():
+        return GrammarError(f"the structure takes more than {COMPILE_LIMIT_S:g} s to compile; simplify it")
     error = future.exception()
     assert error is None or isinstance(error, Exception)
     return error

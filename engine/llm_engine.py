@@ -127,7 +127,7 @@ class LLMEngine:
         if request.sampling.structured is None:
             self._start(request)
         else:
-            self._admission.hold(request)
+            self._admission.hold(request, self._clock())
 
     def _start(self, request: AddRequest) -> None:
         sequence = self._sequence(request)
@@ -172,7 +172,7 @@ class LLMEngine:
 
     def poll(self) -> Items[RequestOutput]:
         """Handle what the transfer threads and the grammar compiler reported; returns the failures."""
-        for request, error in self._admission.ready():
+        for request, error in self._admission.ready(self._clock()):
             if error is None:
                 self._start(request)
             else:

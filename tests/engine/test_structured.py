@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,18 @@ import jsonschema_rs
 import pytest
 
 from engine.errors import GrammarError
-from engine.grammars import NUM_KEPT, Grammars
+from engine.grammars import COMPILE_LIMIT_S, NUM_KEPT, Grammars
 from engine.ipc import AddRequest
 from engine.json_schemas import UnsupportedSchema, narrowed_schema
 from shared_scheduler import Sequence, SequenceStatus
-from tests.engine.grammar_tokenizer import EOS, text_of, tiny_grammars, vocabulary
+from tests.engine.grammar_tokenizer import (
+    EOS,
+    VOCAB_SIZE,
+    text_of,
+    tiny_grammars,
+    tiny_tokenizer,
+    vocabulary,
+)
 from tests.engine.pair import TestEngine, tiny_checkpoint
 from tests.engine.tiny_engine import DirectPair, TinyModel, normal_engine
 from wire.sampling import SamplingParams, StructuredOutput, StructureKind
@@ -200,6 +208,26 @@ def test_a_prompt_in_front_of_a_new_grammar_does_not_wait_for_it(
     run(engine, request("c", "choice", '["ab"]'))
     assert "slow" not in engine.answers
     assert text_of(engine.answers["c"].token_ids) == "ab"
+
+
+class NeverReady(Grammars):
+    def compile(self, structured: StructuredOutput) -> "Future[Any]":
+        return Future()
+
+
+def test_nobody_waits_for_a_grammar_longer_than_the_limit(model: TinyModel) -> None:
+    now_s = 0.0
+    grammars = NeverReady(tiny_tokenizer, VOCAB_SIZE, (EOS,))
+    engine = normal_engine(model.runner(16), grammars=grammars, clock=lambda: now_s)
+    engine.engine.add(request("a", "regex", "a"))
+    engine.turn()
+    assert not engine.has_ended("a")
+    now_s = COMPILE_LIMIT_S
+    engine.turn()
+    end = engine.answers["a"].end
+    assert end is not None
+    assert end.failure is not None
+    assert "more than 30 s" in end.failure.error.message
 
 
 def test_a_token_that_the_grammar_does_not_allow_fails_the_request(
