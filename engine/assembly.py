@@ -16,9 +16,11 @@ from engine.grammars import Grammars
 from engine.group import EngineGroup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import Ready
+from engine.lending import Lender
 from engine.llm_engine import LLMEngine
 from engine.model_runner import Runner, keep_freed_memory, load_model_runner
 from engine.prompt_role import PromptHandover
+from engine.pull_back import PullBack, PullBackLimits
 from engine.rendezvous import GroupPlace, join_group
 from engine.sampler import Sampler
 from kv_transfer.errors import TransferError
@@ -217,16 +219,27 @@ def build_role(
         min_self_test_bytes_per_s=config.min_self_test_rate,
     )
     regions = regions_of(runner)
-    if config.role == "completion":
-        sink = HandoverSink(identity, regions, transport, settings, wake)
-        limits = ArrivalLimits(config.handover_wait_s, config.room_wait_s, config.arrival_share)
-        return CompletionHandover(scheduler, sink, choices, limits), transport.name, None
-    source = HandoverSource(identity, regions, transport, config.control_bind, settings, wake)
-    return (
-        PromptHandover(scheduler, source, choices, announces_chunks=config.chunk_handover),
-        transport.name,
-        source.control_address,
-    )
+    # A model with states cannot be continued from blocks alone.
+    exchanges_cache = config.pull_back and scheduler.cache is not None and runner.states is None
+    source = sink = None
+    if config.role == "prompt" or exchanges_cache:
+        source = HandoverSource(identity, regions, transport, config.control_bind, settings, wake)
+    if config.role == "completion" or exchanges_cache:
+        reading = make_transport(transport.name)
+        sink = HandoverSink(identity, regions, reading, settings, wake)
+    address = None if source is None else source.control_address
+    if config.role == "prompt":
+        assert source is not None
+        fetching = PullBackLimits(config.pull_back_min_tokens, config.pull_back_wait_s)
+        pull_back = None if sink is None else PullBack(scheduler, sink, fetching)
+        prompt_role = PromptHandover(
+            scheduler, source, choices, announces_chunks=config.chunk_handover, pull_back=pull_back
+        )
+        return prompt_role, transport.name, address
+    assert sink is not None
+    limits = ArrivalLimits(config.handover_wait_s, config.room_wait_s, config.arrival_share)
+    lender = None if source is None else Lender(scheduler, source)
+    return CompletionHandover(scheduler, sink, choices, limits, lender), transport.name, address
 
 
 def regions_of(runner: Runner) -> list[Region]:

@@ -18,6 +18,7 @@ from typing import Literal
 from engine.choices import Choices
 from engine.handover_role import flatten_counters
 from engine.ipc import AddRequest, RequestFailure, RequestOutput
+from engine.lending import Lender
 from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable
 from kv_transfer.sink import HandoverSink
 from shared_scheduler import AllocStatus, RequestError, Scheduler, Sequence
@@ -62,8 +63,14 @@ class ArrivalLimits:
 
 class CompletionHandover:
     def __init__(
-        self, scheduler: Scheduler, sink: HandoverSink, choices: Choices, limits: ArrivalLimits
+        self,
+        scheduler: Scheduler,
+        sink: HandoverSink,
+        choices: Choices,
+        limits: ArrivalLimits,
+        lender: Lender | None = None,
     ) -> None:
+        self._lender = lender
         self._scheduler = scheduler
         self._sink = sink
         self._choices = choices
@@ -104,6 +111,8 @@ class CompletionHandover:
 
     def poll(self, now_s: float) -> Items[RequestOutput]:
         failures: list[RequestOutput] = []
+        if self._lender is not None:
+            self._lender.poll()
         for event in self._sink.events():
             arrival = self._arrivals.get(event.handover_id)
             if arrival is None:
@@ -125,13 +134,16 @@ class CompletionHandover:
         return len(self._arrivals)
 
     def transfer_counters(self) -> dict[str, float]:
-        return flatten_counters(self._sink.stats())
+        counters = flatten_counters(self._sink.stats())
+        return counters if self._lender is None else counters | self._lender.counters()
 
     def transfer_peers(self) -> tuple[TransferPeer, ...]:
         return self._sink.peers()
 
     def close(self) -> None:
         self._sink.close()
+        if self._lender is not None:
+            self._lender.close()
 
     def _on_offered(self, arrival: Arrival, offer: Offered, now_s: float) -> list[RequestOutput]:
         if arrival.stage != "asked":
@@ -198,6 +210,8 @@ class CompletionHandover:
             return []
         request_id = arrival.sequence.request_id
         mismatch = self._choices.mismatch(arrival.sequence, event.first_tokens)
+        if not event.first_tokens:
+            mismatch = "the prompt engine offers no choice that goes on"
         if mismatch is not None:
             self._forget(arrival)
             return [_failure(request_id, 409, "handover_mismatch", mismatch)]

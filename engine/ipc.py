@@ -8,7 +8,13 @@ import msgspec
 
 from wire.cache import CacheEvent
 from wire.sampling import SamplingParams
-from wire.services import FinishReason, OutputToken, PromptEngineAddress, ServiceError
+from wire.services import (
+    CompletionEngineAddress,
+    FinishReason,
+    OutputToken,
+    PromptEngineAddress,
+    ServiceError,
+)
 from wire.transfer import TransferPeer
 
 
@@ -29,6 +35,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     routing_key: str = ""
     handover_id: str | None = None
     prompt_engine: PromptEngineAddress | None = None
+    previous_engine: CompletionEngineAddress | None = None
+    """Prompt engine: may have more of the prompt cached."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,7 @@
 """The PROMPT engine's side of a hand-over.
 
-1. start       the sequence is prefilled like any other; its hand-over id is remembered
+1. start       the sequence is prefilled like any other, perhaps after a part of it was fetched from the
+               engine that decoded an earlier turn (`pull_back`); its hand-over id is remembered
 2. announce    a chunk is computed: a reader may read its whole blocks while the next one is
 3. after_step  prefill done and some choice goes on: the blocks are offered and stay pinned
                finished (every choice by EOS or by length, or aborted): the hand-over is withdrawn, a waiting
@@ -14,7 +15,8 @@ from collections.abc import Sequence as Items
 from engine.choices import Choices
 from engine.handover_role import flatten_counters
 from engine.ipc import AddRequest, RequestOutput
-from kv_transfer.events import Released
+from engine.pull_back import PullBack
+from kv_transfer.events import Asked, Released
 from kv_transfer.offers import Announcement, Offer
 from kv_transfer.source import HandoverSource
 from shared_scheduler import RequestError, Scheduler, Sequence
@@ -29,8 +31,10 @@ class PromptHandover:
         choices: Choices,
         *,
         announces_chunks: bool = True,
+        pull_back: PullBack | None = None,
     ) -> None:
         """`announces_chunks`: readers may begin before the whole prompt is computed."""
+        self._pull_back = pull_back
         self._announces_chunks = announces_chunks
         self._scheduler = scheduler
         self._source = source
@@ -39,6 +43,8 @@ class PromptHandover:
         """hand-over id → request id, of all that are prefilling or held."""
         self._handover_ids: dict[str, str] = {}
         """request id → hand-over id, of the same."""
+        self._fetching: dict[str, Sequence] = {}
+        """hand-over id → sequence that is not scheduled yet."""
         self._held: dict[str, Sequence] = {}
         """hand-over id → sequence whose blocks a reader may be reading."""
 
@@ -47,7 +53,12 @@ class PromptHandover:
         assert handover_id is not None, "the prompt service always names a hand-over"
         if handover_id in self._request_ids:
             raise RequestError(f"handover_id {handover_id!r} is in use")
-        self._scheduler.add_sequence(sequence, now_s)
+        if request.request_id in self._handover_ids:
+            raise RequestError(f"request_id {request.request_id!r} is in use")
+        if self._is_fetched(request, sequence, now_s):
+            self._fetching[handover_id] = sequence
+        else:
+            self._scheduler.add_sequence(sequence, now_s)
         self._request_ids[handover_id] = request.request_id
         self._handover_ids[request.request_id] = handover_id
 
@@ -60,6 +71,7 @@ class PromptHandover:
         if handover_id in self._held:
             self._source.withdraw(handover_id)
         elif handover_id in self._request_ids:
+            self._stop_fetching(handover_id)
             self._scheduler.abort(self._request_ids[handover_id])
 
     def announce(self, prompts: Items[Sequence]) -> None:
@@ -85,24 +97,50 @@ class PromptHandover:
 
     def poll(self, now_s: float) -> Items[RequestOutput]:
         for event in self._source.events():
-            assert isinstance(event, Released)
-            sequence = self._held.pop(event.handover_id, None)
-            if sequence is not None:
-                self._forget(event.handover_id)
-                self._scheduler.release_handover(sequence)
+            match event:
+                case Released():
+                    self._release(event.handover_id)
+                case Asked():
+                    self._source.withdraw(event.handover_id)  # only completion engines lend
+        if self._pull_back is not None:
+            for sequence in self._pull_back.poll(now_s):
+                del self._fetching[self._handover_ids[sequence.request_id]]
+                self._scheduler.add_sequence(sequence, now_s)
         return ()
 
     def num_handovers(self) -> int:
         return len(self._held)
 
     def transfer_counters(self) -> dict[str, float]:
-        return flatten_counters(self._source.stats())
+        counters = flatten_counters(self._source.stats())
+        return counters if self._pull_back is None else counters | self._pull_back.counters()
 
     def transfer_peers(self) -> tuple[TransferPeer, ...]:
         return ()
 
     def close(self) -> None:
         self._source.close()
+        if self._pull_back is not None:
+            self._pull_back.close()
+
+    def _is_fetched(self, request: AddRequest, sequence: Sequence, now_s: float) -> bool:
+        """Has fetching a part of it begun?"""
+        if self._pull_back is None or request.previous_engine is None:
+            return False
+        return self._pull_back.begin(sequence, request.previous_engine, now_s)
+
+    def _stop_fetching(self, handover_id: str) -> None:
+        """Its end is the scheduler's to report."""
+        sequence = self._fetching.pop(handover_id, None)
+        if sequence is not None and self._pull_back is not None:
+            self._pull_back.cancel(sequence)
+            self._scheduler.add_sequence(sequence, sequence.arrival_s)
+
+    def _release(self, handover_id: str) -> None:
+        sequence = self._held.pop(handover_id, None)
+        if sequence is not None:
+            self._forget(handover_id)
+            self._scheduler.release_handover(sequence)
 
     def _offer(self, sequence: Sequence) -> None:
         handover_id = self._handover_ids[sequence.request_id]

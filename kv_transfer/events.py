@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from kv_transfer.messages import ChoiceStart
 
 EndReason = Literal["released", "abandoned", "expired", "withdrawn"]
@@ -42,7 +45,20 @@ class Released:
     reason: EndReason
 
 
-SourceEvent: TypeAlias = Released
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Source: a reader would borrow what is cached of these tokens from `first_token` on.
+
+    Answer with `offer`, of the blocks from there on, or with `withdraw`.
+    """
+
+    handover_id: str
+    token_ids: npt.NDArray[np.int32]
+    first_token: int
+    cache_salt: str
+
+
+SourceEvent: TypeAlias = Released | Asked
 
 
 @dataclass(frozen=True, slots=True)

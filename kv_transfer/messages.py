@@ -114,16 +114,28 @@ class Introduction(Struct, frozen=True, tag=True):
     lease_s: _Seconds
 
 
+class Prefix(Struct, frozen=True, array_like=True):
+    """Whatever the source has cached of these tokens from `first_token` on."""
+
+    token_ids: _BlockIdBytes
+    """int32, little-endian."""
+    first_token: _Count
+    cache_salt: _Text
+
+
 class Want(Struct, frozen=True, tag=True):
+    """With a prefix: to borrow cached blocks, under an id that the reader makes up."""
+
     epoch: _Counter
     handover_id: _HandoverId
+    prefix: Prefix | None = None
 
 
 class Ending(Struct, frozen=True, array_like=True):
-    """The whole prompt is computed."""
+    """The whole prompt is computed. Borrowed blocks come without first tokens."""
 
     state_slot: _Count | None
-    first_tokens: Annotated[tuple[ChoiceStart, ...], Meta(min_length=1, max_length=MAX_COMPLETIONS)]
+    first_tokens: Annotated[tuple[ChoiceStart, ...], Meta(max_length=MAX_COMPLETIONS)]
     digests: _Digests = b""
     """Of every block of the prompt, then of the state row; empty where the source does not compute them."""
 

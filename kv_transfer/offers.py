@@ -26,7 +26,8 @@ class Offer:
     """A computed prompt whose blocks stay pinned until the `Released` event with its id.
 
     `block_ids` are the engine's blocks in sequence order, `ceil(num_tokens / block_size)` of them, none of
-    them the null block 0. `first_tokens` are those of the choices that go on from this prompt, at least one.
+    them the null block 0. `first_tokens` are those of the choices that go on from this prompt, at least one;
+    blocks that are lent from a cache have none.
     """
 
     handover_id: str
@@ -50,7 +51,6 @@ def check_announcement(announcement: Announcement, block_size: int, regions: Seq
 
 def check_offer(offer: Offer, block_size: int, regions: Sequence[Region]) -> BlockIds:
     """The offer's block ids as an array; `LayoutError` if they do not fit the tokens or the pool."""
-    assert offer.first_tokens, "a prompt without a choice that goes on is withdrawn, not offered"
     ids = as_block_ids(offer.block_ids)
     expected = num_blocks_for(offer.num_tokens, block_size)
     if offer.num_tokens < 1 or ids.size != expected:

@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kv_transfer.breaker import Breakers
 from kv_transfer.events import Failed, FailReason, SinkEvent
 from kv_transfer.layout import BlockIds, Identity, Region, as_block_ids
-from kv_transfer.messages import ToSource, encode
+from kv_transfer.messages import Prefix, ToSource, encode
 from kv_transfer.pump import BUSY_S, IDLE_S, Clock, Pump
 from kv_transfer.self_test import SinkScratch
 from kv_transfer.settings import TransferSettings
@@ -135,11 +135,19 @@ class HandoverSink:
         self._pump.start()
 
     def request(
-        self, handover_id: str, prompt_engine: PromptEngineAddress, deadline_s: float | None = None
+        self,
+        handover_id: str,
+        prompt_engine: PromptEngineAddress,
+        deadline_s: float | None = None,
+        *,
+        prefix: Prefix | None = None,
     ) -> None:
-        """Ask for a hand-over; `deadline_s` seconds are allowed until its prompt is computed."""
+        """Ask for a hand-over; `deadline_s` seconds are allowed until its prompt is computed.
+
+        `prefix`: borrow what that engine has cached instead; `Offered` says how much of it there is.
+        """
         limit_s = self._settings.offer_timeout_s if deadline_s is None else deadline_s
-        self._pump.post(lambda: self._request(handover_id, prompt_engine, limit_s))
+        self._pump.post(lambda: self._request(handover_id, prompt_engine, limit_s, prefix))
 
     def pull(
         self,
@@ -218,7 +226,9 @@ class HandoverSink:
     def _set_up(self) -> None:
         self._transport.register(self._regions, None)
 
-    def _request(self, handover_id: str, address: PromptEngineAddress, limit_s: float) -> None:
+    def _request(
+        self, handover_id: str, address: PromptEngineAddress, limit_s: float, prefix: Prefix | None
+    ) -> None:
         owner = self._owner.get(handover_id)
         if owner is not None and handover_id in owner:
             self._known.nobody.ignored["duplicate"] += 1
@@ -239,7 +249,7 @@ class HandoverSink:
         session = self._session(address, now_s)
         if session is not None:
             self._owner[handover_id] = session
-            session.request(handover_id, now_s + limit_s, now_s)
+            session.request(handover_id, now_s + limit_s, now_s, prefix)
         else:
             self._refuse(handover_id, f"cannot connect to {address.control_address!r}", known.counters)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from kv_transfer.events import FailReason
 from kv_transfer.layout import BlockIds
-from kv_transfer.messages import Ending
+from kv_transfer.messages import Ending, Prefix
 
 
 class Stage(Enum):
@@ -47,6 +47,8 @@ class Handover:
     offer_until_s: float
     """The whole prompt must be computed by then."""
     stage_since_s: float
+    prefix: Prefix | None = None
+    """What is to be borrowed; None for a prompt that was computed for us."""
     stage: Stage = Stage.REQUESTED
     deadline_s: float = 0.0
     """Of the reads under way, the confirmation or the quarantine."""

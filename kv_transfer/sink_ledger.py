@@ -31,6 +31,7 @@ from kv_transfer.messages import (
     Grant,
     LeaseRef,
     Outcome,
+    Prefix,
     Release,
     ToSource,
     Unavailable,
@@ -129,9 +130,11 @@ class SinkLedger:
 
     # From the engine
 
-    def request(self, handover_id: str, deadline_s: float, now_s: float) -> None:
+    def request(
+        self, handover_id: str, deadline_s: float, now_s: float, prefix: Prefix | None = None
+    ) -> None:
         """`deadline_s` is the time by which the whole prompt must be computed."""
-        handover = Handover(handover_id, deadline_s, now_s)
+        handover = Handover(handover_id, deadline_s, now_s, prefix)
         self._handovers[handover_id] = handover
         if self._reads is not None:
             self._want(handover)
@@ -303,7 +306,7 @@ class SinkLedger:
 
     def _want(self, handover: Handover) -> None:
         handover.stage = Stage.WAITING
-        self._send(Want(self._epoch, handover.handover_id))
+        self._send(Want(self._epoch, handover.handover_id, handover.prefix))
 
     def _learn(self, handover: Handover, block_ids: bytes, ending: Ending | None, now_s: float) -> bool:
         """Note what the source says is computed; False if it cannot be and the hand-over has failed."""

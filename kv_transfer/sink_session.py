@@ -18,6 +18,7 @@ from kv_transfer.messages import (
     Grant,
     HelloOk,
     Introduction,
+    Prefix,
     Refused,
     Renew,
     Renewed,
@@ -113,9 +114,11 @@ class PeerSession:
     def start(self) -> None:
         self._send(self._hello.hello())
 
-    def request(self, handover_id: str, deadline_s: float, now_s: float) -> None:
+    def request(
+        self, handover_id: str, deadline_s: float, now_s: float, prefix: Prefix | None = None
+    ) -> None:
         """`deadline_s` is the time by which the whole prompt must be computed."""
-        self._ledger.request(handover_id, deadline_s, now_s)
+        self._ledger.request(handover_id, deadline_s, now_s, prefix)
 
     def pull(
         self,

@@ -161,8 +161,10 @@ class SourceLedger:
 
     # From readers
 
-    def want(self, reader: ReaderId, message: Want, now_s: float) -> None:
+    def want(self, reader: ReaderId, message: Want, now_s: float) -> bool:
+        """True if the reader has begun to wait for this hand-over."""
         handover_id = message.handover_id
+        was_waiting = handover_id in self._waiters
         pinned = self._live(handover_id, now_s)
         if pinned is None:
             self._wait(reader, handover_id, now_s)
@@ -174,6 +176,7 @@ class SourceLedger:
             if pinned.reader is not None:
                 self._turn_away(pinned.reader, handover_id, pinned.generation, "superseded")
             self._grant(reader, pinned, now_s)
+        return handover_id in self._waiters and not was_waiting
 
     def renew(self, reader: ReaderId, message: Renew, now_s: float) -> None:
         ttls = [

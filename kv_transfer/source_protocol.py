@@ -4,8 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kv_transfer.errors import MessageError
-from kv_transfer.events import SourceEvent
+from kv_transfer.events import Asked, SourceEvent
 from kv_transfer.layout import Identity, Region, first_difference
 from kv_transfer.messages import (
     PROTOCOL_VERSION,
@@ -51,6 +53,7 @@ class SourceProtocol:
         self._served = served
         self._settings = settings
         self._send = send
+        self._emit = emit
         self.counters = SourceCounters()
         self.ledger = SourceLedger(identity, settings, self.counters, send, emit)
         self._peers: OrderedDict[ReaderId, bool] = OrderedDict()
@@ -84,11 +87,21 @@ class SourceProtocol:
         else:
             self._peers.move_to_end(reader)
             if isinstance(message, Want):
-                self.ledger.want(reader, message, now_s)
+                self._on_want(reader, message, now_s)
             elif isinstance(message, Renew):
                 self.ledger.renew(reader, message, now_s)
             elif isinstance(message, Release):
                 self.ledger.release(reader, message, now_s)
+
+    def _on_want(self, reader: ReaderId, message: Want, now_s: float) -> None:
+        prefix = message.prefix
+        if prefix is None:
+            self.ledger.want(reader, message, now_s)
+        elif len(prefix.token_ids) % 4 or prefix.first_token * 4 > len(prefix.token_ids):
+            self.counters.ignored["invalid"] += 1
+        elif self.ledger.want(reader, message, now_s):
+            tokens = np.frombuffer(prefix.token_ids, dtype="<i4").astype(np.int32)
+            self._emit(Asked(message.handover_id, tokens, prefix.first_token, prefix.cache_salt))
 
     def _on_hello(self, reader: ReaderId, message: Hello) -> None:
         if message.protocol != PROTOCOL_VERSION:

@@ -89,6 +89,9 @@ class StackSettings(ProcessSettings):
         description="keep requests waiting while the KV pool has no room for the output expected of all;"
         " default: on, but off with --engine normal",
     )
+    pull_back: bool = Field(
+        True, description="prompt engines fetch cached answers from completion engines (--engine pair)"
+    )
     verbose: bool = Field(False, description="show everything the processes log")
 
     @model_validator(mode="after")
@@ -119,6 +122,7 @@ SHARED_WITH_SERVICES = (
     "prefix_cache",
     "overlap",
     "stop_preempted_request",
+    "pull_back",
 )
 PREFILL_OPTIONS = ("waiting_policy",)
 DECODE_OPTIONS = ("speculative", "num_draft_tokens", "admission_estimate")

@@ -61,6 +61,7 @@ async def prefill(supervisor: EngineSupervisor, body: PromptRequest) -> PromptRe
     command = AddRequest(
         request_id=body.request_id,
         handover_id=body.handover_id,
+        previous_engine=body.previous_engine,
         prompt_token_ids=body.prompt_token_ids,
         sampling=body.sampling,
         num_completions=body.num_completions,

@@ -15,24 +15,21 @@ class PromptServiceSettings(EngineServiceSettings):
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_PROMPT_")
 
-    control_host: str = Field(
-        "127.0.0.1", description="address the hand-over protocol binds; completion engines connect to it"
-    )
-    control_port: int = Field(0, ge=0, le=65535, description="0 takes a free port at every engine start")
-    control_advertise_host: str | None = Field(
-        None, description="address told to completion engines; default: --control-host"
-    )
-
     chunk_handover: bool = Field(
         True, description="let completion engines read a prompt while it is computed; off: when it is whole"
     )
+
+    pull_back_min_tokens: int = Field(
+        64, ge=1, description="fetch cached blocks from completion engines where they save so many tokens"
+    )
+    pull_back_wait_s: float = Field(2.0, gt=0, description="how long a prompt may wait for them")
 
     def engine_config(
         self, role: EngineRole, engine_id: str, epoch: int, commands: str, events: str
     ) -> EngineConfig:
         return replace(
             super().engine_config(role, engine_id, epoch, commands, events),
-            control_bind=f"tcp://{self.control_host}:{self.control_port}",
-            control_advertise_host=self.control_advertise_host,
             chunk_handover=self.chunk_handover,
+            pull_back_min_tokens=self.pull_back_min_tokens,
+            pull_back_wait_s=self.pull_back_wait_s,
         )

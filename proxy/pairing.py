@@ -14,6 +14,8 @@ class Pair:
 
     prompt: Engine
     completion: Engine
+    lender: Engine | None = None
+    """The completion engine that should have more of the prompt cached than the prompt engine has."""
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -94,7 +96,20 @@ def _choose_pair(
     prompt = POLICIES[rules.prompt](known.candidates(near), ask).engine
     partners = _in_zone(_partners(prompt, completions), _info(prompt).zone)
     ask = replace(ask, turn=ask.turn // len(near))
-    return Pair(prompt, POLICIES[rules.completion](known.candidates(partners), ask).engine)
+    completion = POLICIES[rules.completion](known.candidates(partners), ask).engine
+    return Pair(prompt, completion, _lender(prompt, _partners(prompt, completions), known))
+
+
+def _lender(prompt: Engine, completions: Sequence[Engine], known: Knowledge) -> Engine | None:
+    """Who has most of the prompt cached, having decoded earlier turns, if that is more than `prompt` has."""
+    (own,) = known.candidates((prompt,))
+    lenders = [
+        candidate
+        for candidate in known.candidates(completions)
+        if candidate.num_cached_tokens > own.num_cached_tokens
+        and _info(candidate.engine).control_address is not None
+    ]
+    return max(lenders, key=lambda lender: lender.num_cached_tokens).engine if lenders else None
 
 
 def _is_short(num_new_tokens: int, rules: PairingRules) -> bool:

@@ -83,8 +83,8 @@ async def run_prompt(calls: EngineCalls, route: Route, work: PromptWork, sinks: 
     """
     assert len(sinks) == work.num_completions
     match route:
-        case Pair(prompt, completion):
-            await _PairFlow(calls, prompt, completion, work, sinks).run()
+        case Pair(prompt, completion, lender):
+            await _PairFlow(calls, prompt, completion, work, sinks, lender).run()
         case Single(normal):
             await _run_single(calls, normal, work, sinks)
 
@@ -121,8 +121,10 @@ class _PairFlow:
         completion: Engine,
         work: PromptWork,
         sinks: Sequence[TokenSink],
+        lender: Engine | None,
     ) -> None:
         self._calls = calls
+        self._lender = lender
         self._prompt = prompt
         self._completion = completion
         self._work = work
@@ -201,6 +203,7 @@ class _PairFlow:
             cache_salt=work.cache_salt,
             priority=work.priority,
             routing_key=work.routing_key,
+            previous_engine=None if self._lender is None else _address_of(self._lender),
         )
         self._may_be_held = True
         try:
@@ -271,9 +274,6 @@ class _PairFlow:
         await self._prompt_leg_ended.wait()
 
     def _completion_request(self) -> CompletionRequest:
-        info = self._prompt.info
-        assert info is not None
-        assert info.control_address is not None
         return CompletionRequest(
             request_id=self._work.request_id,
             prompt_token_ids=self._work.prompt_token_ids,
@@ -284,10 +284,18 @@ class _PairFlow:
             priority=self._work.priority,
             routing_key=self._work.routing_key,
             handover_id=self._work.handover_id,
-            prompt_engine=PromptEngineAddress(
-                engine_id=info.engine_id, epoch=info.epoch, control_address=info.control_address
-            ),
+            prompt_engine=_address_of(self._prompt),
         )
+
+
+def _address_of(engine: Engine) -> PromptEngineAddress:
+    """Where other engines find the KV blocks of this one."""
+    info = engine.info
+    assert info is not None
+    assert info.control_address is not None
+    return PromptEngineAddress(
+        engine_id=info.engine_id, epoch=info.epoch, control_address=info.control_address
+    )
 
 
 def _precedence(failure: BaseException) -> int:

@@ -1,7 +1,7 @@
 """HTTP bodies between the proxy and the prompt and completion services. Token ids only, never text."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from wire.sampling import SamplingParams
 from wire.transfer import TransferPeer
@@ -56,6 +56,10 @@ class PromptEngineAddress:
     """ZMQ endpoint of the hand-over protocol, such as `tcp://10.0.0.7:7101`."""
 
 
+CompletionEngineAddress: TypeAlias = PromptEngineAddress
+"""Where a prompt engine finds the completion engine that may have an earlier turn's answer cached."""
+
+
 def check_num_completions(num_completions: int) -> None:
     """`ValueError` that names the limit."""
     if not 1 <= num_completions <= MAX_COMPLETIONS:
@@ -105,6 +109,8 @@ class PromptRequest:
     """With the waiting policy `priority`, the highest first."""
     routing_key: str = ""
     """With the waiting policy `routing-key`: requests with the same key are served together."""
+    previous_engine: CompletionEngineAddress | None = None
+    """May have more of the prompt cached than the prompt engine: the answers of earlier turns."""
 
     def __post_init__(self) -> None:
         check_cache_salt(self.cache_salt)

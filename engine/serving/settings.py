@@ -36,6 +36,8 @@ SHARED_WITH_ENGINE = (
     "require_rdma",
     "verify_kv",
     "lease_s",
+    "pull_back",
+    "control_advertise_host",
     "log_level",
     "peak_gflops",
 )
@@ -112,6 +114,17 @@ class EngineServiceSettings(ProcessSettings):
     )
     lease_s: float = Field(10.0, gt=0, description="how long KV blocks stay pinned for a silent reader")
 
+    pull_back: bool = Field(
+        True, description="completion engines lend cached blocks to prompt engines, which fetch them"
+    )
+    control_host: str = Field(
+        "127.0.0.1", description="address the hand-over protocol binds; the other engines connect to it"
+    )
+    control_port: int = Field(0, ge=0, le=65535, description="0 takes a free port at every engine start")
+    control_advertise_host: str | None = Field(
+        None, description="address told to other engines; default: --control-host"
+    )
+
     def engine_config(
         self, role: EngineRole, engine_id: str, epoch: int, commands: str, events: str
     ) -> EngineConfig:
@@ -120,6 +133,7 @@ class EngineServiceSettings(ProcessSettings):
             role=role,
             engine_id=engine_id,
             epoch=epoch,
+            control_bind=f"tcp://{self.control_host}:{self.control_port}",
             command_endpoint=commands,
             event_endpoint=events,
             **{name: getattr(self, name) for name in SHARED_WITH_ENGINE},

@@ -16,9 +16,11 @@ from engine.drafters import Drafter, PromptLookup
 from engine.grammars import Grammars
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import AddRequest, RequestOutput
+from engine.lending import Lender
 from engine.llm_engine import LLMEngine
 from engine.model_runner import Runner, load_model_runner
 from engine.prompt_role import PromptHandover
+from engine.pull_back import PullBack, PullBackLimits
 from engine.sampler import Sampler
 from kv_transfer import HandoverSink, HandoverSource, Identity, TransferSettings
 from kv_transfer.transports.fake import FakeTransport
@@ -26,7 +28,7 @@ from model_files import resolve_model
 from shared_scheduler import EngineType, Scheduler, SchedulerConfig
 from tests.engine.builders import save_tiny_model
 from wire.sampling import SamplingParams
-from wire.services import PromptEngineAddress
+from wire.services import CompletionEngineAddress, PromptEngineAddress
 
 BLOCK_SIZE = 4
 CHUNK = 8
@@ -119,6 +121,8 @@ class TestEngine:
         )
         self.answers: dict[str, Answer] = {}
         """By `answer_id`."""
+        self.num_cached: dict[str, int] = {}
+        """Prompt tokens found cached, by request."""
         self.ended: set[str] = set()
         """Requests whose last output is out."""
         self.fewest_free_blocks = self.scheduler.num_free_blocks
@@ -132,6 +136,8 @@ class TestEngine:
         for output in outputs:
             assert output.request_id not in self.ended, f"output after the last: {output}"
             self.answers.setdefault(answer_id(output.request_id, output.choice), Answer()).take(output)
+            if output.tokens:
+                self.num_cached[output.request_id] = output.num_cached_tokens
             if output.is_last:
                 self.ended.add(output.request_id)
         self.fewest_free_blocks = min(self.fewest_free_blocks, self.scheduler.num_free_blocks)
@@ -170,6 +176,7 @@ class EnginePair:
         verify_kv: bool = False,
         source_clock: Callable[[], float] = time.monotonic,
         admission_estimate: bool = False,
+        pull_back: PullBackLimits | None = None,
     ) -> None:
         """`make_runner`: from the number of blocks; None loads the checkpoint."""
         make_runner = make_runner or partial(tiny_runner, checkpoint)
@@ -195,11 +202,39 @@ class EnginePair:
         self._sink = HandoverSink(
             sink_identity, regions_of(completion_runner), self.transport, settings, self._woken.set
         )
+        self.fetching_transport = FakeTransport()
+        """Of the prompt engine, which reads from the completion engine's cache."""
+        fetching: HandoverSink | None = None
+        lending: HandoverSource | None = None
+        self.lending: HandoverSource | None = None
+        self.lender_address: CompletionEngineAddress | None = None
+        if pull_back is not None:
+            fetching = HandoverSink(
+                identity, regions_of(prompt_runner), self.fetching_transport, settings, self._woken.set
+            )
+            lending = HandoverSource(
+                sink_identity,
+                regions_of(completion_runner),
+                FakeTransport(),
+                "tcp://127.0.0.1:0",
+                settings,
+                self._woken.set,
+            )
+            self.lending = lending
+            self.lender_address = CompletionEngineAddress(
+                engine_id="d-engine", epoch=1, control_address=lending.control_address
+            )
         self.prompt = TestEngine(
             EngineType.PROMPT,
             prompt_runner,
             lambda scheduler, choices: PromptHandover(
-                scheduler, self._source, choices, announces_chunks=chunk_handover
+                scheduler,
+                self._source,
+                choices,
+                announces_chunks=chunk_handover,
+                pull_back=None
+                if fetching is None or pull_back is None
+                else PullBack(scheduler, fetching, pull_back),
             ),
             overlap=overlap,
             prefix_cache=prompt_cache,
@@ -207,7 +242,13 @@ class EnginePair:
         self.completion = TestEngine(
             EngineType.COMPLETION,
             completion_runner,
-            lambda scheduler, choices: CompletionHandover(scheduler, self._sink, choices, limits),
+            lambda scheduler, choices: CompletionHandover(
+                scheduler,
+                self._sink,
+                choices,
+                limits,
+                None if lending is None else Lender(scheduler, lending),
+            ),
             overlap=overlap,
             prefix_cache=completion_cache,
             block_size=completion_block_size,
@@ -230,6 +271,7 @@ class EnginePair:
                 sampling=sampling,
                 num_completions=n,
                 handover_id=f"handover-{request_id}",
+                previous_engine=self.lender_address,
             )
         )
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kv_transfer.events import SinkEvent, SourceEvent
 from kv_transfer.layout import Identity, Region
 from kv_transfer.memory import HugePageRegion
-from kv_transfer.messages import ChoiceStart, ToSink, ToSource, encode
+from kv_transfer.messages import ChoiceStart, Prefix, ToSink, ToSource, encode
 from kv_transfer.offers import Announcement, Offer, check_announcement, check_offer
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink_session import PeerSession
@@ -128,8 +128,8 @@ class Reader:
     def _send(self, message: ToSource) -> None:
         self.to_source.put(encode(message))
 
-    def request(self, handover_id: str = "h", deadline_s: float = 60.0) -> None:
-        self.session.request(handover_id, self._pair.now_s + deadline_s, self._pair.now_s)
+    def request(self, handover_id: str = "h", deadline_s: float = 60.0, prefix: Prefix | None = None) -> None:
+        self.session.request(handover_id, self._pair.now_s + deadline_s, self._pair.now_s, prefix)
 
     def pull(
         self,

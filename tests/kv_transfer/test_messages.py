@@ -17,6 +17,7 @@ from kv_transfer.messages import (
     Introduction,
     LeaseRef,
     LeaseTtl,
+    Prefix,
     Refused,
     RegionInfo,
     Release,
@@ -36,6 +37,7 @@ TO_SOURCE: list[ToSource] = [
     Hello(1, 1, {"block_size": "4"}),
     Introduce(1, "prompt-0", "completion-0", 9, "fake", "1"),
     Want(1, "h"),
+    Want(1, "h", Prefix(b"\5\0\0\0\6\0\0\0", 1, "salt")),
     Renew(1, 7, [LeaseRef("h", 3)]),
     Release(1, "h", 3, "done"),
     Release(1, "h", 0, "declined"),
@@ -80,8 +82,8 @@ def test_values_over_a_limit_are_refused(message: ToSource) -> None:
         decode_to_source(encode(message))
 
 
-@pytest.mark.parametrize("starts", [(), ((8, 42),), ((-1, 42),), ((0, -1),), ((0, 42),) * 9])
-def test_a_grant_without_choices_with_too_many_or_with_impossible_ones_is_refused(
+@pytest.mark.parametrize("starts", [((8, 42),), ((-1, 42),), ((0, -1),), ((0, 42),) * 9])
+def test_a_grant_with_too_many_choices_or_with_impossible_ones_is_refused(
     starts: tuple[tuple[int, int], ...],
 ) -> None:
     first_tokens = tuple(ChoiceStart(*start) for start in starts)

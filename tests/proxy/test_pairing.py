@@ -151,3 +151,35 @@ def test_short_and_mostly_cached_prompts_go_to_a_normal_engine() -> None:
     known = Knowledge(num_cached_tokens={"http://n": 64})
     assert urls(choose_route(both, Ask(num_prompt_tokens=80), rules, known)) == ("n",)
     assert len(urls(choose_route(both, Ask(num_prompt_tokens=1), PairingRules()))) == 2
+
+
+def test_the_completion_engine_with_most_of_the_prompt_lends_it_to_the_prompt_engine() -> None:
+    """Whichever completion engine serves the request: an earlier turn may have been decoded elsewhere."""
+    all_engines = fleet(
+        engine("prompt", "p"),
+        engine("completion", "c0"),
+        engine("completion", "c1"),
+        engine("completion", "x", hash="y"),
+    )
+    known = {"http://p": 8, "http://c0": 12, "http://c1": 16, "http://x": 100}
+    assert lender(all_engines, known) == "http://c1"
+
+
+def test_nobody_lends_what_the_prompt_engine_has_itself() -> None:
+    all_engines = fleet(engine("prompt", "p"), engine("completion", "c"))
+    assert lender(all_engines, {"http://p": 8, "http://c": 8}) is None
+    assert lender(all_engines, {}) is None
+
+
+def test_an_engine_without_an_address_for_others_lends_nothing() -> None:
+    silent = engine("completion", "c")
+    assert silent.info is not None
+    silent = replace(silent, info=replace(silent.info, control_address=None))
+    assert lender(fleet(engine("prompt", "p"), silent), {"http://c": 16}) is None
+
+
+def lender(engines: FleetSnapshot, num_cached_tokens: dict[str, int]) -> str | None:
+    known = Knowledge(num_cached_tokens=num_cached_tokens)
+    route = choose_route(engines, Ask(turn=0), PairingRules(), known)
+    assert isinstance(route, Pair)
+    return None if route.lender is None else route.lender.url
