@@ -29,7 +29,6 @@ from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
-from kv_transfer.transport import Transport
 from kv_transfer.transports import check_rdma, make_transport
 from model_files.errors import ModelFilesError
 from model_files.interface import ModelFiles
@@ -210,23 +209,9 @@ def build_role(
         return NoHandover(scheduler), None, None
     if config.require_rdma:
         check_rdma(config.transport)
-    transport: Transport = make_transport(config.transport, config.nixl_backend)
-    settings = TransferSettings(
-        lease_s=config.lease_s,
-        advertise_host=config.control_advertise_host,
-        require_rdma=config.require_rdma,
-        verify_kv=config.verify_kv,
-        min_self_test_bytes_per_s=config.min_self_test_rate,
-    )
-    regions = regions_of(runner)
     # A model with states cannot be continued from blocks alone.
     exchanges_cache = config.pull_back and scheduler.cache is not None and runner.states is None
-    source = sink = None
-    if config.role == "prompt" or exchanges_cache:
-        source = HandoverSource(identity, regions, transport, config.control_bind, settings, wake)
-    if config.role == "completion" or exchanges_cache:
-        reading = make_transport(transport.name)
-        sink = HandoverSink(identity, regions, reading, settings, wake)
+    source, sink, name = build_ends(config, identity, runner, wake, both=exchanges_cache)
     address = None if source is None else source.control_address
     if config.role == "prompt":
         assert source is not None
@@ -235,11 +220,35 @@ def build_role(
         prompt_role = PromptHandover(
             scheduler, source, choices, announces_chunks=config.chunk_handover, pull_back=pull_back
         )
-        return prompt_role, transport.name, address
+        return prompt_role, name, address
     assert sink is not None
     limits = ArrivalLimits(config.handover_wait_s, config.room_wait_s, config.arrival_share)
     lender = None if source is None else Lender(scheduler, source)
-    return CompletionHandover(scheduler, sink, choices, limits, lender), transport.name, address
+    return CompletionHandover(scheduler, sink, choices, limits, lender), name, address
+
+
+def build_ends(
+    config: EngineConfig, identity: Identity, runner: Runner, wake: Callable[[], None], *, both: bool
+) -> tuple[HandoverSource | None, HandoverSink | None, str]:
+    """The end of hand-overs that the role needs, or both: engines that read from each other's caches.
+
+    Third the transport's name; each end has a transport of its own.
+    """
+    settings = TransferSettings(
+        lease_s=config.lease_s,
+        advertise_host=config.control_advertise_host,
+        require_rdma=config.require_rdma,
+        verify_kv=config.verify_kv,
+        min_self_test_bytes_per_s=config.min_self_test_rate,
+    )
+    regions = regions_of(runner)
+    served, reading = (make_transport(config.transport, config.nixl_backend) for _ in range(2))
+    source = sink = None
+    if both or config.role == "prompt":
+        source = HandoverSource(identity, regions, served, config.control_bind, settings, wake)
+    if both or config.role == "completion":
+        sink = HandoverSink(identity, regions, reading, settings, wake)
+    return source, sink, reading.name
 
 
 def regions_of(runner: Runner) -> list[Region]:
