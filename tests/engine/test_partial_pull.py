@@ -60,10 +60,10 @@ def test_a_prompt_that_is_all_here_moves_nothing_and_is_released(checkpoint: Pat
     prompt = tokens(2 * CHUNK, seed=1)
     with engine_pair(checkpoint, completion_cache=True) as pair:
         first = ask(pair, "a", prompt, greedy(NUM_OUTPUT))
-        num_read = counter(pair.completion.role, "blocks_read")
+        num_blocks, num_reads = counter(pair.completion.role, "blocks_read"), pair.transport.num_reads
         assert ask(pair, "b", prompt, greedy(NUM_OUTPUT)) == first
-        assert counter(pair.completion.role, "blocks_read") == num_read
-        assert pair.transport.num_reads == 2
+        assert counter(pair.completion.role, "blocks_read") == num_blocks
+        assert pair.transport.num_reads == num_reads
         pair.run_until(lambda: pair.prompt.scheduler.num_held == 0, "the hand-over is released")
         assert counter(pair.prompt.role, "ends_by_reason_released") == 2
         pair.run_until_drained()
