@@ -22,8 +22,15 @@ class ChoiceClock:
     """Times one choice's tokens for the metrics and the web page."""
 
     def __init__(
-        self, metrics: ProxyMetrics, activity: Activity, trace: Trace, endpoint: str, started_s: float
+        self,
+        metrics: ProxyMetrics,
+        activity: Activity,
+        trace: Trace,
+        endpoint: str,
+        started_s: float,
+        on_first: Callable[[], None],
     ) -> None:
+        self._on_first = on_first
         self._metrics = metrics
         self._activity = activity
         self._trace = trace
@@ -40,6 +47,7 @@ class ChoiceClock:
             self._metrics.time_to_first_token.labels(self._endpoint).observe(elapsed_s)
             self._activity.first_token(elapsed_s, now_s)
             self._is_first = False
+            self._on_first()
         else:
             self._metrics.inter_token.observe(elapsed_s)
             self._activity.next_token(elapsed_s, now_s)

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from proxy.activity import Activity
+from proxy.admission import Admission, AdmissionLimits
 from proxy.api_keys import ApiKeyCheck
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
@@ -21,6 +22,7 @@ from proxy.engines import EngineDirectory
 from proxy.errors import UnknownModel
 from proxy.generation_apis import APIS
 from proxy.json_endpoint import JsonEndpoint
+from proxy.key_limits import KeyLimits, KeyUse
 from proxy.legs import EngineCalls, LegTimeouts
 from proxy.loads import EngineLoads
 from proxy.metrics import ProxyMetrics
@@ -29,7 +31,7 @@ from proxy.openapi import openapi_document
 from proxy.operation_routes import add_operations, json_response
 from proxy.page.routes import add_page
 from proxy.pairing import PairingRules
-from proxy.preparation import Preparation
+from proxy.preparation import Preparation, TokenLimits
 from proxy.request_ids import RequestIds
 from proxy.responses_api.answer import RESPONSES
 from proxy.routes import Routes
@@ -136,8 +138,32 @@ def _services(
         text=text,
         directory=directory,
         routes=routes,
-        preparation=Preparation(text, (text.name, settings.model), routes),
+        preparation=Preparation(
+            text,
+            (text.name, settings.model),
+            routes,
+            TokenLimits(
+                max_prompt_tokens=settings.max_prompt_tokens,
+                max_completion_tokens=settings.max_completion_tokens,
+            ),
+        ),
         calls=EngineCalls(http, timeouts, waits, loads, directory.answered, links),
+        admission=Admission(
+            AdmissionLimits(
+                first_token_s=settings.first_token_limit_s,
+                max_tokens_under_way=settings.max_prompt_tokens_under_way,
+                max_waiting=settings.max_waiting_requests,
+            ),
+            time.monotonic,
+        ),
+        key_use=KeyUse(
+            KeyLimits(
+                requests_per_s=settings.key_requests_per_s,
+                burst=settings.key_burst,
+                max_open=settings.key_max_open,
+            ),
+            time.monotonic,
+        ),
         metrics=metrics,
         activity=Activity(),
         draining=Draining(),

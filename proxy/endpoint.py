@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,22 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 
 from proxy.activity import Activity, Trace
+from proxy.admission import Admission, Admitted
 from proxy.answers import AnswerShape, Choice, ChoiceClock
 from proxy.asgi import Receive, Scope, Send
 from proxy.client import Client, ClientGone
 from proxy.draining import Draining
 from proxy.engines import EngineDirectory
-from proxy.errors import EngineFailure, EngineRefused, NotServing, ProxyError
+from proxy.errors import (
+    BadRequest,
+    EngineFailure,
+    EngineRefused,
+    NotServing,
+    Overloaded,
+    ProxyError,
+    RequestTimeout,
+)
+from proxy.key_limits import KeyUse
 from proxy.legs import EngineCalls
 from proxy.metrics import ProxyMetrics
 from proxy.migration import MigrationLimits, PromptRun, Stage
@@ -64,6 +75,8 @@ class ProxyServices:
     routes: Routes
     preparation: Preparation
     calls: EngineCalls
+    admission: Admission
+    key_use: KeyUse
     metrics: ProxyMetrics
     activity: Activity
     draining: Draining
@@ -124,6 +137,7 @@ class _Exchange:
         self._prompts: list[PromptChoices] = []
         self._priority = 0
         self._num_migrations = 0
+        self._admitted: Admitted | None = None
         self._started_s = time.monotonic()
 
     async def run(self) -> None:
@@ -141,6 +155,8 @@ class _Exchange:
             services.metrics.cancellations.labels(self._stage()).inc()
         except ProxyError as error:
             status = str(error.status)
+            if isinstance(error, Overloaded):
+                services.metrics.refusals.labels(error.reason).inc()
             await self._send_failure(error)
         except Exception:
             status = "500"
@@ -156,7 +172,14 @@ class _Exchange:
         serving = asyncio.create_task(self._serve(self._api.parse(body)))
         leaving = asyncio.create_task(self._client.left())
         try:
-            await asyncio.wait((serving, leaving, self._client.gave_up), return_when=asyncio.FIRST_COMPLETED)
+            timeout_s = self._timeout_s()
+            done, _ = await asyncio.wait(
+                (serving, leaving, self._client.gave_up),
+                timeout=timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                raise RequestTimeout(f"the answer was not complete within {timeout_s:g} s")
             if not serving.done():
                 raise ClientGone
             if serving.cancelled():
@@ -169,20 +192,40 @@ class _Exchange:
             leaving.cancel()
             await asyncio.gather(serving, leaving, return_exceptions=True)
 
+    def _timeout_s(self) -> float | None:
+        """The server's limit, or the client's if it is shorter."""
+        limit_s, given = self._services.settings.request_timeout_s, self._client.header("x-request-timeout-s")
+        if given is None:
+            return limit_s
+        try:
+            asked_s = float(given)
+        except ValueError:
+            asked_s = 0.0
+        if not 0.0 < asked_s < math.inf:
+            raise BadRequest(f"x-request-timeout-s must be a positive number of seconds, got {given!r}")
+        return asked_s if limit_s is None else min(asked_s, limit_s)
+
     async def _serve(self, request: ChatRequest | TextRequest) -> None:
         services = self._services
         kind = "true" if request.stream else "false"
-        with services.draining.admit(), services.metrics.open_requests.labels(kind).track_inprogress():
+        key = self._client.header("authorization") or ""
+        with (
+            services.draining.admit(),
+            services.metrics.open_requests.labels(kind).track_inprogress(),
+            services.key_use.open(key),
+        ):
             self._priority = request.priority or 0
             session = self._client.header("x-session-id")
             prepared = await services.preparation.prepare(request, session)
             self._record_routes(prepared)
             answer = self._answer = self._api.answer(request, self._answer_context())
             self._prompts = self._with_choices(request, prepared, answer)
-            try:
-                await self._run_prompts()
-            except EngineFailure as failure:
-                raise _in_client_terms(failure, request) from failure
+            num_tokens = sum(prompt.num_prompt_tokens for prompt in self._prompts)
+            async with services.admission.admitted(num_tokens, self._priority) as self._admitted:
+                try:
+                    await self._run_prompts()
+                except EngineFailure as failure:
+                    raise _in_client_terms(failure, request) from failure
             self._client.headers["x-tandem-migrations"] = str(self._num_migrations)
             usage = self._usage()
             services.metrics.count_tokens(
@@ -241,7 +284,9 @@ class _Exchange:
             with_logprobs=request.num_logprobs is not None,
         )
         services = self._services
-        clock = ChoiceClock(services.metrics, services.activity, trace, self._api.path, self._started_s)
+        clock = ChoiceClock(
+            services.metrics, services.activity, trace, self._api.path, self._started_s, self._first_token
+        )
         return Choice(text, prompt.form.parser(), clock, answer.choice_output(index), prompt.echo)
 
     async def _run_prompts(self) -> None:
@@ -271,8 +316,15 @@ class _Exchange:
         services = self._services
         limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)
         run = PromptRun(services.calls, services.routes, limits, self, new_handover_id)
+        route = prompt.route
+        if self._admitted is not None and self._admitted.has_waited:
+            route = services.routes.any(work) or route  # much may have changed while it waited
         with services.activity.running(to_run.trace):
-            await run.run(prompt.route, work, to_run.choices)
+            await run.run(route, work, to_run.choices)
+
+    def _first_token(self) -> None:
+        if self._admitted is not None:
+            self._admitted.end(is_computed=True)
 
     def begun_again(self, reason: str, stage: Stage) -> None:
         self._num_migrations += 1

@@ -7,6 +7,8 @@ ProxyError
 │   ├── BodyTooLarge      413
 │   └── WrongKey          401
 ├── NotServing            503: draining, or no engines that could serve it
+├── Overloaded            429: the queue, the deadline or the key's limits; says when to come back
+├── RequestTimeout        504: the request's own deadline has passed
 └── EngineFailure         one leg failed; `role` and `reason` are metric labels
     ├── EngineUnreachable 503: no connection
     ├── EngineBroke       502: a connection that ended early, an answer outside the protocol
@@ -14,6 +16,7 @@ ProxyError
     └── EngineRefused     the engine's own status and error object
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
@@ -79,6 +82,24 @@ class NotServing(ProxyError):
     status = 503
     error_type = "service_unavailable"
     code = "no_engine_available"
+
+
+class Overloaded(ProxyError):
+    """Not now; `reason` is a metric label, and the client is told when to come back."""
+
+    status = 429
+    error_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, reason: str, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+
+
+class RequestTimeout(ProxyError):
+    status = 504
+    code = "request_timeout"
 
 
 class EngineFailure(ProxyError):

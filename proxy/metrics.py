@@ -79,6 +79,15 @@ class ProxyMetrics:
             "Requests without an API key, or with one that is not known",
             registry=registry,
         )
+        self.refusals = Counter(
+            "tandem_proxy_refusals",
+            "Requests answered 429 by the proxy itself: queue_full, first_token_late, key_rate, key_open",
+            ("reason",),
+            registry=registry,
+        )
+        self.waiting_requests = Gauge(
+            "tandem_proxy_waiting_requests", "Requests that wait for their turn", registry=registry
+        )
         self.ready_engines = Gauge(
             "tandem_proxy_ready_engines", "Engines that can be used now", ("role",), registry=registry
         )

@@ -33,6 +33,7 @@ def add_operations(app: FastAPI, services: ProxyServices, version: str) -> None:
         fleet = services.directory.snapshot()
         for role in ROLES:
             services.metrics.ready_engines.labels(role).set(len(fleet.routable(role)))
+        services.metrics.waiting_requests.set(services.admission.num_waiting)
         return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")

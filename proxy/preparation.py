@@ -43,10 +43,40 @@ class _Rendered:
     echo: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """The operator's, beside those of the engines; None: no limit."""
+
+    max_prompt_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+    def check_prompt(self, num_tokens: int, field: str) -> None:
+        if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
+            raise BadRequest(
+                f"{field} has {num_tokens} tokens; this server takes {self.max_prompt_tokens}", param=field
+            )
+
+    def of_completion(self, num_tokens: int, asked: tuple[str, int | None]) -> int:
+        """Tokens to generate; `BadRequest` where more were asked for than may be."""
+        limit, (name, num_asked) = self.max_completion_tokens, asked
+        if limit is None or num_tokens <= limit:
+            return num_tokens
+        if num_asked is None:
+            return limit
+        raise BadRequest(f"{name} is {num_asked}; this server generates at most {limit}", param=name)
+
+
 class Preparation:
     """Holds what all requests are prepared with."""
 
-    def __init__(self, text: TextModel, model_names: Sequence[str], routes: Routes) -> None:
+    def __init__(
+        self,
+        text: TextModel,
+        model_names: Sequence[str],
+        routes: Routes,
+        limits: TokenLimits = TokenLimits(),
+    ) -> None:
+        self._limits = limits
         self._text = text
         self._model_names = frozenset(model_names)
         self._routes = routes
@@ -121,11 +151,14 @@ class Preparation:
     ) -> PreparedPrompt:
         if not rendered.token_ids:
             raise BadRequest("the prompt is empty", param=request.prompt_field, code="invalid_value")
+        self._limits.check_prompt(len(rendered.token_ids), request.prompt_field)
         num_tokens = len(rendered.token_ids) + (request.asked_max_tokens[1] or 1)
         route = self._routes.first(rendered.token_ids, num_tokens, session)
         if route is None:
             raise self._not_serving()
-        max_tokens = _max_tokens(request, len(rendered.token_ids), route)
+        max_tokens = self._limits.of_completion(
+            _max_tokens(request, len(rendered.token_ids), route), request.asked_max_tokens
+        )
         return PreparedPrompt(
             rendered.token_ids,
             replace(sampling, max_tokens=max_tokens, min_tokens=_min_tokens(request, max_tokens)),

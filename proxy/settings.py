@@ -70,6 +70,33 @@ class ProxySettings(ProcessSettings):
     first_byte_timeout_s: float = Field(120.0, gt=0, description="wait for an engine's first token")
     stall_timeout_s: float = Field(60.0, gt=0, description="wait for an engine's next token")
 
+    first_token_limit_s: float | None = Field(
+        None,
+        gt=0,
+        description="requests whose first token would come later are refused with 429; default: none",
+    )
+    max_prompt_tokens_under_way: int | None = Field(
+        None,
+        gt=0,
+        description="prompt tokens that engines get at once, the rest waits by priority; default: all",
+    )
+    max_waiting_requests: int = Field(
+        1000, ge=0, description="more requests than this do not wait for their turn: 429"
+    )
+    key_requests_per_s: float | None = Field(None, gt=0, description="of one API key; default: no limit")
+    key_burst: int = Field(20, ge=1, description="requests of one API key that may come at once")
+    key_max_open: int | None = Field(
+        None, ge=1, description="open requests of one API key; default: no limit"
+    )
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="a request is ended after this time; clients may ask for less with the header "
+        "x-request-timeout-s",
+    )
+    max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are refused with 400")
+    max_completion_tokens: int | None = Field(None, ge=1, description="a request may not ask for more")
+
     max_migrations: int = Field(
         5, ge=0, description="how often a stream may go on elsewhere when its engines fail; 0: never"
     )
