@@ -120,15 +120,33 @@ def test_a_handed_over_sequence_is_drafted_for_from_its_prompt(
     model: TinyModel, answers: dict[str, list[int]]
 ) -> None:
     """The completion engine has the prompt's ids, so nothing but the KV needs to be moved for it."""
-    alone = normal_engine(model.runner(64), num_draft_tokens=4)
-    run(alone, REPEATING)
     pair = DirectPair(model.runner(64), model.runner(64), overlap=False, num_draft_tokens=4)
     pair.add(REPEATING.message())
     while not pair.completion.has_ended("r"):
         pair.turn()
     assert pair.answer("r").token_ids == answers["r"]
-    ours, theirs = (e.engine.stats() for e in (pair.completion, alone))
-    assert ours.num_accepted_tokens == pytest.approx(theirs.num_accepted_tokens, abs=4)
+    assert pair.completion.engine.stats().num_drafted_tokens > 0
+    pair.close()
+
+
+def test_acceptance_through_the_pair_is_within_2_percent_of_one_engine(model: TinyModel) -> None:
+    """E8 of the failure cases. Two of three drafts are right, and a standing clock lets all be verified."""
+    requests = [replace(r, sampling=replace(r.sampling, ignore_eos=True, max_tokens=61)) for r in REQUESTS]
+    told = answers_alone(model, requests)
+    options = {"num_draft_tokens": 3, "drafter": ToldDrafter(told, 2), "clock": lambda: 0.0}
+    alone = normal_engine(model.runner(256), **options)
+    run(alone, *requests)
+    pair = DirectPair(model.runner(256), model.runner(256), overlap=False, **options)
+    for request in requests:
+        pair.add(request.message())
+    while not pair.is_drained:
+        pair.turn()
+    assert {name: pair.answer(name).token_ids for name in told} == told
+    ours, theirs = (
+        stats.num_accepted_tokens / stats.num_drafted_tokens
+        for stats in (pair.completion.engine.stats(), alone.engine.stats())
+    )
+    assert ours == pytest.approx(theirs, rel=0.02)
     pair.close()
 
 
