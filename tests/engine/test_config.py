@@ -40,3 +40,15 @@ def test_a_group_needs_an_address(address: str | None) -> None:
 def test_only_normal_engines_step_alike() -> None:
     with pytest.raises(EngineStartError, match="--dp-size 2 needs --engine normal, this is completion"):
         replace(RANK, role="completion").check()
+
+
+def test_a_completion_engine_has_no_waiting_policy_but_the_estimate() -> None:
+    alone = replace(RANK, dp_size=1, dp_rank=0)
+    completion = replace(alone, role="completion", waiting_policy="lpm")
+    with pytest.raises(EngineStartError, match="--waiting-policy lpm: nothing waits for prefill"):
+        completion.check()
+    assert [replace(alone, role=role).has_admission_estimate for role in ("completion", "normal")] == [
+        True,
+        False,
+    ]
+    assert replace(alone, admission_estimate=True).has_admission_estimate

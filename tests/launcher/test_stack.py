@@ -33,3 +33,13 @@ def test_every_engine_of_a_role_is_a_service_of_its_own_that_the_proxy_knows() -
 def test_more_engines_of_a_role_need_pairs() -> None:
     with pytest.raises(ValueError, match="--prompt-engines needs --engine pair"):
         StackSettings.model_validate({"engine": "normal", "prompt_engines": 2})
+
+
+def test_who_prefills_is_told_the_waiting_policy_and_who_decodes_the_admission_estimate() -> None:
+    chosen = {"waiting_policy": "lof", "admission_estimate": False}
+    both = {"--waiting-policy", "--no-admission-estimate"}
+    prompt, completion, _ = stack_specs(StackSettings.model_validate({"engine": "pair", **chosen}))
+    assert both & set(prompt.arguments) == {"--waiting-policy"}
+    assert both & set(completion.arguments) == {"--no-admission-estimate"}
+    normal, _ = stack_specs(StackSettings.model_validate({"engine": "normal", **chosen}))
+    assert both <= set(normal.arguments)
