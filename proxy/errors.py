@@ -121,7 +121,8 @@ class EngineFailure(ProxyError):
 
     @property
     def is_out_of_room(self) -> bool:
-        return self.error.code == "insufficient_system_resource"
+        """The engine is well, but full: it ended the request, or never found room for its KV blocks."""
+        return self.error.code in _OUT_OF_ROOM
 
     @property
     def kind(self) -> str:
@@ -175,6 +176,7 @@ class EngineRefused(EngineFailure):
             self.error = replace(error, type=self.error_type, param=None)
 
 
+_OUT_OF_ROOM = frozenset({"insufficient_system_resource", "handover_no_room"})
 _OWN_FAULTS = frozenset({"structured_output_failed", "vision_encoder_failed"})
 
 _STATUS_BY_FINISH: dict[FinishReason, tuple[int, str]] = {

@@ -7,7 +7,8 @@ import pytest
 
 from proxy.breaker import FIRST_PAUSE_S, MAX_FAILURES
 from tests.proxy.builders import Answering, Stack, stack, until
-from tests.proxy.mock_engines import Call, MockEngine
+from tests.proxy.mock_engines import Call, MockEngine, Script
+from wire.services import CompletionEvent, ServiceError
 
 
 async def fails(call: Call) -> None:
@@ -38,6 +39,21 @@ async def test_running_out_of_room_ejects_nobody() -> None:
         await call.accept()
         await call.tokens(1, [1], finish_reason="insufficient_system_resource")
         await call.end()
+
+    await ejects_nobody(full)
+
+
+async def test_having_no_room_for_an_arrival_ejects_nobody() -> None:
+    async def full(call: Call) -> None:
+        await call.accept()
+        error = ServiceError(message="full", type="server_error", code="handover_no_room")
+        await call.event(CompletionEvent(error=error, error_status=503))
+        await call.end()
+
+    await ejects_nobody(full)
+
+
+async def ejects_nobody(full: Script) -> None:
 
     answering = Answering("ab")
     async with stack(MockEngine("prompt", answering.prompt), MockEngine("completion", full)) as running:

@@ -99,6 +99,12 @@ async def has_no_room(call: Call) -> None:
     await call.end()
 
 
+async def has_no_room_for_arrivals(call: Call) -> None:
+    error = ServiceError(message="full", type="server_error", code="handover_no_room")
+    await call.event(CompletionEvent(error=error, error_status=503))
+    await call.end()
+
+
 async def skips_a_token(call: Call) -> None:
     await call.tokens(1000, ids("x"))
     await asyncio.Event().wait()
@@ -114,6 +120,7 @@ FAULTS = {
     "engine lost": (loses_its_engine, "refused"),
     "peer lost": (loses_its_peer, "handover"),
     "no room": (has_no_room, "out_of_room"),
+    "no room for arrivals": (has_no_room_for_arrivals, "out_of_room"),
     "skips": (skips_a_token, "broken"),
     "stalls": (stalls, "timeout"),
 }
