@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from proxy.pairing import Pair, Route
+from proxy.pairing import HasEngines, Pair
 
 BUCKET_S = 5.0
 NUM_BUCKETS = 60
@@ -71,7 +71,7 @@ class Activity:
         self._open: dict[int, Trace] = {}
         self._ended: OrderedDict[str, Trace] = OrderedDict()
 
-    def trace(self, request_id: str, route: Route, started_s: float) -> Trace:
+    def trace(self, request_id: str, route: HasEngines, started_s: float) -> Trace:
         urls = tuple(engine.url for engine in route.engines)
         return Trace(request_id, urls, isinstance(route, Pair), started_s)
 

@@ -1,9 +1,9 @@
 """The two shapes of an answer: streamed as it is generated, or whole at the end."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from proxy.activity import Activity, Trace
 from proxy.client import Client
@@ -210,10 +210,14 @@ class StreamedAnswer:
 
 
 class WholeAnswer:
-    def __init__(self, client: Client, builder: ResponseBuilder, *, with_logprobs: bool) -> None:
+    def __init__(
+        self, client: Client, builder: ResponseBuilder, *, with_logprobs: bool, extras: Mapping[str, Any]
+    ) -> None:
+        """`extras` may be filled until the answer is finished."""
         self._client = client
         self._builder = builder
         self._with_logprobs = with_logprobs
+        self._extras = extras
         self._choices: list[WholeChoice] = []
 
     def choice_output(self, index: int) -> ChoiceOutput:
@@ -223,7 +227,7 @@ class WholeAnswer:
 
     async def finish(self, usage: Usage) -> None:
         answers = [choice.answer(with_logprobs=self._with_logprobs) for choice in self._choices]
-        await self._client.send_json(200, self._builder.whole(answers, usage))
+        await self._client.send_json(200, self._builder.whole(answers, usage, self._extras))
 
     def broken(self, error: ProxyError) -> bytes:
         raise AssertionError("a whole answer is sent at once or not at all")

@@ -5,9 +5,10 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
+from typing import Any
 
 from proxy.activity import Activity, Trace
 from proxy.admission import Admission, Admitted
@@ -26,17 +27,19 @@ from proxy.errors import (
     RequestTimeout,
 )
 from proxy.key_limits import KeyUse
+from proxy.kv_transfer_params import FIELD
 from proxy.legs import EngineCalls
 from proxy.metrics import ProxyMetrics
 from proxy.migration import MigrationLimits, PromptRun, Stage
 from proxy.openai_responses import Usage
 from proxy.openai_types import ChatRequest, TextRequest
-from proxy.pairing import Pair, Route
+from proxy.pairing import Pair, Route, Single
 from proxy.preparation import Preparation, PreparedPrompt
 from proxy.request_flow import PromptWork
 from proxy.request_ids import client_request_id
 from proxy.routes import Routes
 from proxy.settings import ProxySettings
+from proxy.single_legs import CompletionLeg, PromptLeg, SingleLeg, run_completion_leg, run_prompt_leg
 from proxy.text_model import TextModel
 from proxy.text_stream import TextStream
 
@@ -92,6 +95,8 @@ class AnswerContext:
     """Unix time."""
     usage: Callable[[], Usage]
     """Of what has been generated so far."""
+    extras: Mapping[str, Any]
+    """Fields of a whole answer beside those of the API, known when it is finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +139,7 @@ class _Exchange:
         self._client = client
         self._request_id = request_id
         self._answer: AnswerShape | None = None
+        self._extras: dict[str, Any] = {}
         self._prompts: list[PromptChoices] = []
         self._priority = 0
         self._num_migrations = 0
@@ -239,14 +245,18 @@ class _Exchange:
 
     def _record_routes(self, prepared: Sequence[PreparedPrompt]) -> None:
         """A fallback to an engine that serves alone must be visible to operators and clients."""
-        kinds = ["pair" if isinstance(prompt.route, Pair) else "normal" for prompt in prepared]
+        kinds = [kind_of(prompt.route) for prompt in prepared]
         for kind in kinds:
             self._services.metrics.routes.labels(kind).inc()
         self._client.headers["x-tandem-route"] = ",".join(sorted(set(kinds)))
 
     def _answer_context(self) -> AnswerContext:
         return AnswerContext(
-            client=self._client, request_id=self._request_id, created=int(time.time()), usage=self._usage
+            client=self._client,
+            request_id=self._request_id,
+            created=int(time.time()),
+            usage=self._usage,
+            extras=self._extras,
         )
 
     def _with_choices(
@@ -262,7 +272,7 @@ class _Exchange:
             prompts.append(PromptChoices(prompt, trace, choices))
         return prompts
 
-    def _trace(self, index: int, route: Route) -> Trace:
+    def _trace(self, index: int, route: Route | SingleLeg) -> Trace:
         given_id = self._client.headers["x-request-id"]
         request_id = f"{given_id}-{index}" if index else given_id
         return self._services.activity.trace(request_id, route, self._started_s)
@@ -313,14 +323,30 @@ class _Exchange:
             priority=self._priority,
             routing_key=self._client.header(ROUTING_KEY_HEADER) or "",
         )
+        with self._services.activity.running(to_run.trace):
+            if isinstance(prompt.route, PromptLeg | CompletionLeg):
+                await self._run_leg(prompt.route, work, to_run.choices)
+            else:
+                await self._run_route(prompt.route, work, to_run.choices)
+
+    async def _run_leg(self, leg: SingleLeg, work: PromptWork, choices: Sequence[Choice]) -> None:
+        calls = self._services.calls
+        try:
+            if isinstance(leg, PromptLeg):
+                self._extras[FIELD] = await run_prompt_leg(calls, leg, work, choices)
+            else:
+                await run_completion_leg(calls, leg, work, choices)
+        except EngineFailure as failure:
+            self.leg_failed(failure, leg)
+            raise
+
+    async def _run_route(self, route: Route, work: PromptWork, choices: Sequence[Choice]) -> None:
         services = self._services
         limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)
         run = PromptRun(services.calls, services.routes, limits, self, new_handover_id)
-        route = prompt.route
         if self._admitted is not None and self._admitted.has_waited:
             route = services.routes.any(work) or route  # much may have changed while it waited
-        with services.activity.running(to_run.trace):
-            await run.run(route, work, to_run.choices)
+        await run.run(route, work, choices)
 
     def _first_token(self) -> None:
         if self._admitted is not None:
@@ -332,7 +358,7 @@ class _Exchange:
             prompt.trace.num_migrations = self._num_migrations
         self._services.metrics.migrations.labels(reason, stage).inc()
 
-    def leg_failed(self, failure: EngineFailure, route: Route) -> None:
+    def leg_failed(self, failure: EngineFailure, route: Route | SingleLeg) -> None:
         self._services.metrics.count_failure(failure)
         self._services.routes.leg_failed(failure, route)
 
@@ -372,6 +398,16 @@ class _Exchange:
             self._num_migrations,
             time.monotonic() - self._started_s,
         )
+
+
+def kind_of(route: Route | SingleLeg) -> str:
+    match route:
+        case Pair():
+            return "pair"
+        case Single():
+            return "normal"
+        case _:
+            return "leg"
 
 
 def new_handover_id() -> str:

@@ -10,7 +10,7 @@ def _answer(kind: Kind, request: ChatRequest | TextRequest, context: AnswerConte
     builder = ResponseBuilder(kind, context.request_id, request.model, context.created)
     with_logprobs = request.num_logprobs is not None
     if not request.stream:
-        return WholeAnswer(context.client, builder, with_logprobs=with_logprobs)
+        return WholeAnswer(context.client, builder, with_logprobs=with_logprobs, extras=context.extras)
     stream = ChunkStream(
         builder=builder,
         with_logprobs=with_logprobs,

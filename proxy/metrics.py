@@ -21,7 +21,7 @@ class ProxyMetrics:
         )
         self.routes = Counter(
             "tandem_proxy_routes",
-            "Prompts sent to engines, by route: pair, or normal for an engine that serves alone",
+            "Prompts sent to engines, by route: pair, normal for one that serves alone, leg for one of two",
             ("kind",),
             registry=registry,
         )

@@ -97,10 +97,11 @@ class ResponseBuilder:
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._chunk([], usage)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def whole(self, answers: Sequence[Answer], usage: Usage, extras: Mapping[str, Any]) -> bytes:
+        """`extras`: fields beside those of the API."""
         build = self._chat_choice if self._is_chat else self._text_choice
         choices = [build(index, answer) for index, answer in enumerate(answers)]
-        return to_json({**self._head, "choices": choices, "usage": usage.as_json()})
+        return to_json({**self._head, "choices": choices, "usage": usage.as_json(), **extras})
 
     def _chat_choice(self, index: int, answer: Answer) -> Json:
         is_only_calls = bool(answer.tool_calls) and not answer.text

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from proxy.body_parsing import Strict, parse_body
 from proxy.chat_messages import Message
 from proxy.errors import BadRequest
+from proxy.kv_transfer_params import KvTransferParams
 from proxy.structured_fields import StructuredFields
 from proxy.tools.choice import ToolUse, tool_use
 from proxy.tools.definitions import ToolChoice, ToolList
@@ -85,6 +86,14 @@ class GenerationRequest(SamplingFields):
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    kv_transfer_params: KvTransferParams | None = None
+    """From a router of others, which drives the two legs itself."""
+
+    @model_validator(mode="after")
+    def _one_leg_is_not_streamed(self) -> Self:
+        if self.is_prompt_leg and self.stream:
+            raise PydanticCustomError("invalid", "not allowed with do_remote_decode", {"field": "stream"})
+        return self
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:
@@ -99,6 +108,10 @@ class GenerationRequest(SamplingFields):
         if self.best_of not in (None, self.n or 1):
             raise PydanticCustomError("unsupported", "only supported when it equals n", {"field": "best_of"})
         return self
+
+    @property
+    def is_prompt_leg(self) -> bool:
+        return bool(self.kv_transfer_params and self.kv_transfer_params.do_remote_decode)
 
     @property
     def include_usage(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from proxy.engines import Engine, FleetSnapshot
 from proxy.role_policies import POLICIES, Ask, Candidate, PolicyName
@@ -34,6 +35,13 @@ class Single:
 
 
 Route = Pair | Single
+
+
+class HasEngines(Protocol):
+    """A route, or a part of one; the engine that decodes is the last."""
+
+    @property
+    def engines(self) -> tuple[Engine, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +139,7 @@ def explain_missing_route(fleet: FleetSnapshot) -> str:
     return fleet.problems() or "a prompt and a completion engine are needed, only one role is configured"
 
 
-def max_model_len(route: Route) -> int:
+def max_model_len(route: HasEngines) -> int:
     """The tokens of prompt and completion together that every engine of the route takes."""
     return min(_info(engine).max_model_len for engine in route.engines)
 
@@ -140,10 +148,17 @@ def longest_model_len(fleet: FleetSnapshot) -> int | None:
     """The tokens that some engine takes, whatever the route; None when nothing could be served."""
     if route_at(fleet, 0) is None:
         return None
+    return longest_of_any(fleet)
+
+
+def longest_of_any(fleet: FleetSnapshot) -> int | None:
+    """The same where one leg of a route is enough."""
+    if not any(engine.is_routable for engine in fleet.engines):
+        return None
     return max(_info(engine).max_model_len for engine in fleet.engines if engine.is_routable)
 
 
-def max_pool_tokens(route: Route) -> int:
+def max_pool_tokens(route: HasEngines) -> int:
     """The tokens that fit into the KV pool of the engine that decodes."""
     info = _info(route.engines[-1])
     return info.num_usable_blocks * info.block_size

@@ -5,16 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from proxy.errors import BadRequest, ContextExceeded, NotServing, UnknownModel
+from proxy.kv_transfer_params import FIELD
 from proxy.message_parser import PLAIN, MessageForm
 from proxy.openai_types import ChatRequest, GenerationRequest, TextRequest
 from proxy.pairing import (
+    HasEngines,
     Route,
     explain_missing_route,
     longest_model_len,
+    longest_of_any,
     max_model_len,
     max_pool_tokens,
 )
 from proxy.routes import Routes
+from proxy.single_legs import SingleLeg
 from proxy.text_model import TextModel
 from wire.sampling import MAX_SEED, SamplingParams, StructuredOutput
 
@@ -29,7 +33,7 @@ class PreparedPrompt:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     num_completions: int
-    route: Route
+    route: Route | SingleLeg
     form: MessageForm
     echo: str = ""
     """Text that each choice begins with, because the client asked for its prompt."""
@@ -90,11 +94,16 @@ class Preparation:
         """
         if request.model not in self._model_names:
             raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
-        max_tokens = longest_model_len(self._routes.snapshot())
+        params = request.kv_transfer_params
+        is_leg = params is not None and params.is_of_leg
+        longest = longest_of_any if is_leg else longest_model_len
+        max_tokens = longest(self._routes.snapshot())
         if max_tokens is None:
             raise self._not_serving()
         sampling = _sampling(request, self._text.vocab_size)
         prompts = await self._rendered(request, max_tokens)
+        if is_leg and len(prompts) > 1:
+            raise BadRequest(f"{FIELD} are of one prompt, and there are {len(prompts)}", param="prompt")
         return [self._prepare_prompt(request, prompt, sampling, session) for prompt in prompts]
 
     def _not_serving(self) -> NotServing:
@@ -153,7 +162,12 @@ class Preparation:
             raise BadRequest("the prompt is empty", param=request.prompt_field, code="invalid_value")
         self._limits.check_prompt(len(rendered.token_ids), request.prompt_field)
         num_tokens = len(rendered.token_ids) + (request.asked_max_tokens[1] or 1)
-        route = self._routes.first(rendered.token_ids, num_tokens, session)
+        params = request.kv_transfer_params
+        route: Route | SingleLeg | None
+        if params is not None and params.is_of_leg:
+            route = self._routes.leg(params)
+        else:
+            route = self._routes.first(rendered.token_ids, num_tokens, session)
         if route is None:
             raise self._not_serving()
         max_tokens = self._limits.of_completion(
@@ -170,13 +184,13 @@ class Preparation:
         )
 
 
-def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, route: Route) -> int:
+def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, route: HasEngines) -> int:
     """What the client asked for, or all that is left; `BadRequest` when it does not fit."""
     limit = max_model_len(route)
     if num_prompt_tokens >= limit:
         raise ContextExceeded.of_prompt(request.prompt_field, limit, num_prompt_tokens)
     name, asked = request.asked_max_tokens
-    if asked is None:
+    if asked is None or request.is_prompt_leg:  # routers ask the prompt engine for one token; more follow
         in_pool = max(1, max_pool_tokens(route) - num_prompt_tokens)
         return min(limit - num_prompt_tokens, in_pool)
     if num_prompt_tokens + asked > limit:

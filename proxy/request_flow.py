@@ -108,7 +108,7 @@ async def _run_single(
         if first.parts:
             calls.answered(engine)
         wanted = dict(enumerate(sinks))
-        await _Relay(engine, wanted.keys(), wanted, next_index=work.num_replayed_tokens).run(
+        await Relay(engine, wanted.keys(), wanted, next_index=work.num_replayed_tokens).run(
             leg, first, timeouts.stall_s
         )
 
@@ -236,7 +236,7 @@ class _PairFlow:
                 self._calls.answered(self._completion)
                 await self._first_tokens_are_out.wait()
                 next_index = self._work.num_replayed_tokens + 1
-                relay = _Relay(self._completion, self._handed_over, self._wanted, next_index=next_index)
+                relay = Relay(self._completion, self._handed_over, self._wanted, next_index=next_index)
                 await relay.run(leg, first, self._timeouts.stall_s)
         except EngineFailure as failure:
             self._completion_failure = failure
@@ -304,7 +304,7 @@ def _precedence(failure: BaseException) -> int:
     return 2  # a mistake of ours must not hide behind an engine's
 
 
-class _Relay:
+class Relay:
     """Passes a completion stream's tokens on to the sinks of its choices, each in order of index."""
 
     def __init__(

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from proxy.engines import Engine, EngineDirectory, EngineStart, FleetSnapshot
 from proxy.errors import EngineFailure, EngineUnreachable
+from proxy.kv_transfer_params import KvTransferParams
 from proxy.loads import EngineLoads
 from proxy.pairing import Knowledge, PairingRules, Route, choose_route
 from proxy.prefix_index import PrefixIndex
 from proxy.request_flow import PromptWork
 from proxy.role_policies import Ask
+from proxy.single_legs import SingleLeg, leg_of
 
 
 class Routes:
@@ -37,6 +39,10 @@ class Routes:
         route = self._choose(fleet.taking(num_tokens), prompt_token_ids, session)
         return route or self._choose(fleet, prompt_token_ids, session)
 
+    def leg(self, params: KvTransferParams) -> SingleLeg:
+        """The engine for one leg that a router of others asks for."""
+        return leg_of(params, self.snapshot(), self._loads.num_queued_tokens)
+
     def fresh(self, work: PromptWork, failed: frozenset[EngineStart]) -> Route | None:
         """A route that takes all of `work`, without the engines that have failed it."""
         fleet = self.snapshot().without(failed).taking(work.num_tokens_at_end)
@@ -53,7 +59,7 @@ class Routes:
     async def wait_for_change(self) -> None:
         await self._directory.wait_for_change()
 
-    def leg_failed(self, failure: EngineFailure, route: Route) -> None:
+    def leg_failed(self, failure: EngineFailure, route: Route | SingleLeg) -> None:
         """Tell the directory what the failure says about the route's engines."""
         directory = self._directory
         failed = next(engine for engine in route.engines if engine.role == failure.role)
