@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from typing import Any
@@ -26,6 +26,7 @@ from proxy.errors import (
     ProxyError,
     RequestTimeout,
 )
+from proxy.generation_api import AnswerContext, GenerationApi
 from proxy.key_limits import KeyUse
 from proxy.kv_transfer_params import FIELD
 from proxy.legs import EngineCalls
@@ -83,29 +84,6 @@ class ProxyServices:
     metrics: ProxyMetrics
     activity: Activity
     draining: Draining
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerContext:
-    """What an answer is made with."""
-
-    client: Client
-    request_id: str
-    created: int
-    """Unix time."""
-    usage: Callable[[], Usage]
-    """Of what has been generated so far."""
-    extras: Mapping[str, Any]
-    """Fields of a whole answer beside those of the API, known when it is finished."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationApi:
-    """What sets one generation endpoint apart: its body and the shape of its answers."""
-
-    path: str
-    parse: Callable[[bytes], ChatRequest | TextRequest]
-    answer: Callable[[ChatRequest | TextRequest, AnswerContext], AnswerShape]
 
 
 class GenerationEndpoint:

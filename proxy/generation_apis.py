@@ -1,7 +1,7 @@
 """The endpoints that generate, each as its body's parser and its answer's shape."""
 
 from proxy.answers import AnswerShape, ChunkStream, StreamedAnswer, WholeAnswer
-from proxy.endpoint import AnswerContext, GenerationApi
+from proxy.generation_api import AnswerContext, GenerationApi
 from proxy.openai_responses import Kind, ResponseBuilder
 from proxy.openai_types import ChatRequest, TextRequest, parse_chat, parse_text
 

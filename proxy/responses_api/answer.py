@@ -4,8 +4,8 @@ from typing import Literal
 
 from proxy.answers import AnswerShape, ChoiceOutput
 from proxy.client import Client
-from proxy.endpoint import AnswerContext, GenerationApi
 from proxy.errors import ProxyError
+from proxy.generation_api import AnswerContext, GenerationApi
 from proxy.message_delta import MessageDelta
 from proxy.openai_responses import Usage
 from proxy.openai_types import ChatRequest, TextRequest
