@@ -108,7 +108,7 @@ async def check_charts(page: Page, running: Stack) -> None:
     running.services.activity.bucket_s = 0.5
     for _ in range(3):
         await running.complete()
-    await page.locator("#ttft-chart .dot").first.wait_for(state="attached")
+    await page.locator("#ttft-chart path.series[d^='M']").first.wait_for(state="attached")
     box = await page.locator("#tokens-chart svg").bounding_box()
     assert box is not None
     await page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
