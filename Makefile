@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 NODE_STAMP := tests/node/node_modules/.setup-done
 
-.PHONY: setup serve test check bench soak chaos screenshots format clean
+.PHONY: setup serve test check bench soak chaos leave screenshots format clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,10 @@ chaos: setup
 # The web page for the documents; needs chromium, as tests/browser does.
 screenshots: setup
 	TANDEM_SCREENSHOTS=docs/pictures $(BIN)/python -m pytest --timeout 0 tests/browser -k pictures
+
+# Ten thousand clients connect and leave: no descriptor, no memory, nothing pinned.
+leave: setup
+	TANDEM_NUM_LEAVING_CLIENTS=10000 $(BIN)/python -m pytest tests/proxy/test_connect_and_leave.py $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

@@ -86,6 +86,13 @@ class EngineCalls:
             self._links.close()
         await asyncio.gather(*self._withdrawals)
 
+    def check_invariants(self) -> None:
+        """Once nothing is open, nobody waits, nothing is counted, no link has a stream."""
+        assert self.waits.num_waits == 0
+        self.loads.check_invariants()
+        if self._links is not None:
+            self._links.check_invariants()
+
     async def prompt(self, engine: Engine, request: PromptRequest) -> PromptResponse:
         """The first token of every choice; cancelling the call aborts the prompt."""
         timeout_s = self.timeouts.first_byte_s
