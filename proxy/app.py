@@ -14,6 +14,7 @@ from starlette.routing import Route
 from proxy.activity import Activity
 from proxy.admission import Admission, AdmissionLimits
 from proxy.api_keys import ApiKeyCheck
+from proxy.cache_reader import CacheReader
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
 from proxy.engine_transport import EngineTransport
@@ -56,12 +57,16 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(services.directory.run())
+        caches = CacheReader(
+            http, services.directory, services.routes.cache_changed, refresh_s=settings.refresh_s
+        )
+        watching = [asyncio.create_task(owner.run()) for owner in (services.directory, caches)]
         try:
             yield
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
             await services.calls.close()
             await http.aclose()
             text.close()

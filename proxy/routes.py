@@ -12,6 +12,7 @@ from proxy.prefix_index import PrefixIndex
 from proxy.request_flow import PromptWork
 from proxy.role_policies import Ask
 from proxy.single_legs import SingleLeg, leg_of
+from wire.cache import CacheEvent, prompt_block_names
 
 
 class Routes:
@@ -56,6 +57,11 @@ class Routes:
         """The engine that decoded has a whole prompt and its completion cached now."""
         self._remember(token_ids, (route.engines[-1],))
 
+    def cache_changed(self, engine: Engine, events: Sequence[CacheEvent]) -> None:
+        """The engine has told what it has cached."""
+        for event in events:
+            self._prefixes.apply(engine.start, event)
+
     async def wait_for_change(self) -> None:
         await self._directory.wait_for_change()
 
@@ -97,14 +103,15 @@ class Routes:
         """By URL; only tokens that need not be computed: the last one always is."""
         cached: dict[str, int] = {}
         for block_size, engines in _by_block_size(fleet.engines).items():
-            starts = [engine.start for engine in engines]
-            found = self._prefixes.num_cached(token_ids[:-1], block_size, starts)
-            cached |= {start.url: num_tokens for start, num_tokens in found.items()}
+            names = prompt_block_names(token_ids[:-1], block_size)
+            found = self._prefixes.num_cached(names, [engine.start for engine in engines])
+            cached |= {start.url: num_blocks * block_size for start, num_blocks in found.items()}
         return cached
 
     def _remember(self, token_ids: Sequence[int], engines: Sequence[Engine]) -> None:
         for block_size, some in _by_block_size(engines).items():
-            self._prefixes.insert(token_ids, block_size, [engine.start for engine in some])
+            names = prompt_block_names(token_ids, block_size)
+            self._prefixes.insert(names, [engine.start for engine in some])
 
 
 def _by_block_size(engines: Sequence[Engine]) -> dict[int, list[Engine]]:

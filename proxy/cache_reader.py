@@ -1,0 +1,58 @@
+"""Asks engines what has changed in their prefix caches; at most one question per engine is under way."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import httpx
+import msgspec
+
+from proxy.engines import Engine, EngineDirectory, EngineStart
+from wire.cache import CacheEvent, CacheEvents
+
+TIMEOUT_S = 2.0
+
+
+class CacheReader:
+    """Keeps each engine's place in its own events; `run` until cancelled."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        directory: EngineDirectory,
+        on_events: Callable[[Engine, Sequence[CacheEvent]], None],
+        *,
+        refresh_s: float,
+    ) -> None:
+        self._http = http
+        self._directory = directory
+        self._on_events = on_events
+        self._refresh_s = refresh_s
+        self._next: dict[EngineStart, int] = {}
+
+    async def run(self) -> None:
+        while True:
+            await self.read_all()
+            await asyncio.sleep(self._refresh_s)
+
+    async def read_all(self) -> None:
+        """One question to every engine that is ready."""
+        engines = [engine for engine in self._directory.snapshot().engines if engine.is_routable]
+        self._next = {engine.start: self._next.get(engine.start, 0) for engine in engines}
+        await asyncio.gather(*(self._read(engine) for engine in engines))
+
+    async def _read(self, engine: Engine) -> None:
+        """An engine that tells nothing is none the worse for it: the index then knows what it was sent."""
+        start = engine.start
+        query = {"epoch": str(start.epoch), "after": str(self._next[start])}
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = await self._http.get(f"{engine.url}/v1/cache/events", params=query)
+            news = _decoder.decode(answer.content) if answer.status_code == 200 else None
+        except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError):
+            return
+        if news is not None and news.epoch == start.epoch:
+            self._next[start] = news.next_event
+            self._on_events(engine, news.events)
+
+
+_decoder = msgspec.json.Decoder(CacheEvents)
