@@ -82,6 +82,7 @@ def test_a_conversation_survives_a_pool_that_holds_little_more_than_itself(model
 
 
 def test_the_cached_tokens_of_a_prompt_are_reported_and_not_computed(model: TinyModel) -> None:
+    """Failure case P6."""
     engine = normal_engine(model.runner(64), prefix_cache=True)
     prompt = [*SYSTEM, *range(30, 40)]
     ask(engine, "cold", prompt, greedy(4))
