@@ -185,8 +185,8 @@ def test_calls_after_close_are_ignored() -> None:
         assert (source.source.events(), sink.sink.events()) == ([], [])
 
 
-def test_a_hundred_handovers_at_once_all_arrive() -> None:
-    num = 128
+@pytest.mark.parametrize("num", [128, 512])
+def test_t11_hundreds_of_handovers_at_once_all_arrive(num: int) -> None:
     with a_source("zmq", pool=Pool(num + 1)) as source, a_sink("zmq", pool=Pool(num + 1)) as sink:
         address = address_of(source.source.control_address)
         for index in range(1, num + 1):

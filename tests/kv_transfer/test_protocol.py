@@ -563,3 +563,28 @@ def test_silently_reconnected_reader_learns_that_its_session_is_gone(pair: Pair)
     pair.reader.pull()
     pair.run()
     assert failure(pair).reason == "peer_lost"
+
+
+def test_t9_a_time_out_inside_a_time_out_ends(pair: Pair) -> None:
+    """A read times out, its quarantine times out, and what waits behind it times out or goes on meanwhile."""
+    pair.reader.request("stuck")
+    pair.reader.request("late", deadline_s=8.0)
+    pair.offer(offer("stuck"))
+    pair.run()
+    pair.reader.transport.stalled = True
+    pair.reader.pull(handover_id="stuck")
+    pair.advance(6.0)
+    assert pair.reader.session.num_quarantined_blocks == 2
+    pair.offer(offer("behind", block_ids=(6, 7)))
+    pair.reader.request("behind")
+    pair.advance(3.0)
+    found = {
+        event.handover_id: event.reason for event in pair.reader.take_events() if isinstance(event, Failed)
+    }
+    assert found == {"stuck": "read_timeout", "late": "offer_timeout"}
+    pair.advance(pair.settings.fence_after_s)
+    assert pair.reader.session.is_lost
+    last = {event.handover_id: event for event in pair.reader.take_events()}
+    assert isinstance(last["stuck"], Reclaimable)
+    assert isinstance(last["behind"], Failed)
+    assert pair.reader.session.num_handovers == 0
