@@ -44,7 +44,7 @@ class HandoverRole(Protocol):
         """Counters of the protocol and its transport, by name, for the metrics."""
 
     def transfer_peers(self) -> tuple[TransferPeer, ...]:
-        """What a completion engine knows of each prompt engine it has met."""
+        """What this engine knows of each engine at the other end of hand-overs."""
 
     def close(self) -> None:
         """End the transfer threads."""

@@ -117,7 +117,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     transfer: dict[str, float] = {}
     """Counters of the hand-over protocol and its transport, by name."""
     peers: tuple[TransferPeer, ...] = ()
-    """Completion engine: the prompt engines it has met."""
+    """The engines at the other end of hand-overs."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -116,7 +116,7 @@ class PromptHandover:
         return counters if self._pull_back is None else counters | self._pull_back.counters()
 
     def transfer_peers(self) -> tuple[TransferPeer, ...]:
-        return ()
+        return self._source.peers()
 
     def close(self) -> None:
         self._source.close()

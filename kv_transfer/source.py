@@ -25,6 +25,7 @@ from kv_transfer.source_ledger import ReaderId
 from kv_transfer.source_protocol import Served, SourceProtocol
 from kv_transfer.stats import SourceStats
 from kv_transfer.transport import Transport
+from wire.transfer import TransferPeer
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,11 @@ class HandoverSource:
             ignored_by_kind=dict(counters.ignored),
             internal_errors=counters.internal_errors,
         )
+
+    def peers(self) -> tuple[TransferPeer, ...]:
+        """The readers that have held leases, and what became of those."""
+        readers = list(self._ready.counters.leases_by_peer.items())
+        return tuple(TransferPeer(engine_id=name, leases_by_event=dict(counts)) for name, counts in readers)
 
     def close(self) -> None:
         """Stop serving; readers see the connection go. No event follows. Idempotent."""

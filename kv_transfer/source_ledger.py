@@ -94,12 +94,15 @@ class SourceLedger:
         counters: SourceCounters,
         send: Send,
         emit: Callable[[SourceEvent], None],
+        name_of: Callable[[ReaderId], str] = lambda reader: "",
     ) -> None:
+        """`name_of`: the engine id of a reader."""
         self._epoch = identity.epoch
         self._settings = settings
         self._counters = counters
         self._send = send
         self._emit = emit
+        self._name_of = name_of
         self._pinned: dict[str, _Pinned] = {}
         self._waiters: dict[str, _Waiter] = {}
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
@@ -196,6 +199,7 @@ class SourceLedger:
             confirmed, reason = self._release_held(message, pinned, now_s)
         else:
             self._counters.late_releases += 1
+            self._counters.count_lease(self._name_of(reader), "late")
             confirmed, reason = False, "superseded"
         self._send(reader, Confirm(self._epoch, handover_id, message.generation, confirmed, reason))
 
@@ -265,6 +269,7 @@ class SourceLedger:
         self._last_generation += 1
         pinned.hold(reader, self._last_generation, now_s + self._settings.lease_s)
         self._counters.leases_granted += 1
+        self._counters.count_lease(self._name_of(reader), "granted")
         self._send(
             reader,
             Grant(
@@ -306,6 +311,7 @@ class SourceLedger:
             return None
         pinned.expires_s = now_s + lease_s
         self._counters.leases_renewed += 1
+        self._counters.count_lease(self._name_of(reader), "renewed")
         return lease_s
 
     def _renew_waiter(self, reader: ReaderId, handover_id: str, now_s: float) -> float | None:
@@ -349,10 +355,12 @@ class SourceLedger:
                 self._counters.ignored["duplicate"] += 1
             elif message.outcome == "done" or ended.offered:
                 self._counters.late_releases += 1
+                self._counters.count_lease(self._name_of(reader), "late")
             return confirmed, ended.reason
         waiter = self._waiters.get(handover_id)
         if waiter is not None and waiter.reader != reader:
             self._counters.late_releases += 1
+            self._counters.count_lease(self._name_of(reader), "late")
             return False, "superseded"
         if message.generation != 0 or message.outcome == "done":
             self._counters.ignored["unknown"] += 1
@@ -365,6 +373,8 @@ class SourceLedger:
     def _expire_one(self, handover_id: str) -> None:
         pinned = self._pinned[handover_id]
         self._counters.leases_expired += 1
+        if pinned.reader is not None:
+            self._counters.count_lease(self._name_of(pinned.reader), "expired")
         if pinned.reader is not None and not pinned.withdrawn:
             self._turn_away(pinned.reader, handover_id, pinned.generation, "expired")
         if pinned.ending is None:

@@ -38,6 +38,9 @@ class Served:
     regions: tuple[Region, ...]
 
 
+NOT_INTRODUCED = ""
+
+
 class SourceProtocol:
     """Takes frames, answers through `send`; the peers' bytes never make it raise."""
 
@@ -55,13 +58,16 @@ class SourceProtocol:
         self._send = send
         self._emit = emit
         self.counters = SourceCounters()
-        self.ledger = SourceLedger(identity, settings, self.counters, send, emit)
-        self._peers: OrderedDict[ReaderId, bool] = OrderedDict()
-        """Compatible readers, least recently heard first; True once introduced."""
+        self.ledger = SourceLedger(identity, settings, self.counters, send, emit, self._name_of)
+        self._peers: OrderedDict[ReaderId, str] = OrderedDict()
+        """Compatible readers, least recently heard first, and their engine ids once they are introduced."""
 
     @property
     def num_peers(self) -> int:
         return len(self._peers)
+
+    def _name_of(self, reader: ReaderId) -> str:
+        return self._peers.get(reader, NOT_INTRODUCED) or "gone"
 
     def on_frames(self, reader: ReaderId, frames: Sequence[bytes], now_s: float) -> None:
         try:
@@ -81,7 +87,7 @@ class SourceProtocol:
         elif message.epoch != self._identity.epoch:
             self.counters.ignored["stale"] += 1
             self._refuse(reader, "epoch", str(self._identity.epoch), str(message.epoch))
-        elif not self._peers.get(reader, False):
+        elif not self._peers.get(reader, NOT_INTRODUCED):
             self.counters.ignored["hello"] += 1
             self._refuse(reader, "session", "unknown", "open")
         else:
@@ -111,7 +117,7 @@ class SourceProtocol:
         if difference is not None:
             self._refuse(reader, *difference)
             return
-        self._peers[reader] = self._peers.pop(reader, False)
+        self._peers[reader] = self._peers.pop(reader, NOT_INTRODUCED)
         if len(self._peers) > self._settings.max_peers:
             self._peers.popitem(last=False)
         self._send(reader, HelloOk(self._identity.epoch))
@@ -130,7 +136,7 @@ class SourceProtocol:
             if ours != theirs:
                 self._refuse(reader, field, ours, theirs)
                 return
-        self._peers[reader] = True
+        self._peers[reader] = message.reader_engine_id or "unnamed"
         self._send(
             reader,
             Introduction(

@@ -1,7 +1,14 @@
 """Plain counters of both sides; the engine exports them."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, fields
+from typing import Literal
+
+LeaseEvent = Literal["granted", "renewed", "expired", "late"]
+"""`late`: released by a reader that did not hold it any more."""
+
+MAX_READERS = 64
+"""Whose leases are counted one by one; those heard of longest ago are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,15 @@ class SourceCounters:
     internal_errors: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
+    leases_by_peer: OrderedDict[str, Counter[str]] = field(default_factory=OrderedDict)
+    """Reader's engine id to what happened to its leases, the reader heard of last at the end."""
+
+    def count_lease(self, peer: str, event: LeaseEvent) -> None:
+        counts = self.leases_by_peer.setdefault(peer, Counter())
+        counts[event] += 1
+        self.leases_by_peer.move_to_end(peer)
+        if len(self.leases_by_peer) > MAX_READERS:
+            self.leases_by_peer.popitem(last=False)
 
 
 @dataclass(slots=True)

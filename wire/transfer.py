@@ -1,4 +1,4 @@
-"""What a completion engine knows of one prompt engine that it reads KV blocks from."""
+"""What an engine knows of one engine that it reads KV blocks from, or that reads its own."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,6 +27,8 @@ class TransferPeer:
     fences: int = 0
     quarantined_blocks: int = 0
     """Destination blocks of reads that were given up and did not end at once."""
+    leases_by_event: dict[str, int] = field(default_factory=dict)
+    """Of a reader, at its prompt engine: granted, renewed, expired, late (released when it was over)."""
     failures_by_reason: dict[str, int] = field(default_factory=dict)
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
     counts_by_stage: dict[str, int] = field(default_factory=dict)

@@ -68,6 +68,7 @@ def peer_metrics(role: EngineRole, peers: Iterable[TransferPeer]) -> Iterator[Me
         for peer in peers:
             family.add_metric((role, peer.engine_id), metric.value(peer))
         yield family
+    yield _leases(role, peers)
     yield _failures(role, peers)
     yield _stages(role, peers)
 
@@ -80,6 +81,16 @@ def _info(role: EngineRole, peers: Iterable[TransferPeer]) -> Metric:
     )
     for peer in peers:
         family.add_metric((role, peer.engine_id, peer.state, peer.path, peer.version), 1)
+    return family
+
+
+def _leases(role: EngineRole, peers: Iterable[TransferPeer]) -> Metric:
+    family = CounterMetricFamily(
+        "tandem_transfer_leases_total", "Leases of a reader, by what happened", labels=(*LABELS, "event")
+    )
+    for peer in peers:
+        for event, count in peer.leases_by_event.items():
+            family.add_metric((role, peer.engine_id, event), count)
     return family
 
 

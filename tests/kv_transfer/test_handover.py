@@ -37,6 +37,8 @@ def test_hand_over_through_sockets_and_threads() -> None:
         assert (stats.arrived, stats.blocks_read, stats.num_handovers) == (1, 2, 0)
         assert stats.counts_by_stage == {"wait": 1, "queue": 1, "read": 1, "tail": 1, "confirm": 1}
         assert source.source.stats().ends_by_reason == {"released": 1}
+        (reader,) = source.source.peers()
+        assert (reader.engine_id, reader.leases_by_event) == ("completion-0", {"granted": 1})
 
 
 def test_hand_over_through_ipc(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -124,10 +126,10 @@ def test_unequal_transports_are_refused_by_name() -> None:
         assert "transport is fake there and zmq here" in sink.failure(1.0).message
 
 
-def test_unequal_block_bytes_are_refused() -> None:
-    with a_source() as source, a_sink(pool=Pool(block_bytes=8192)) as sink:
+def test_blocks_that_are_no_multiple_of_each_other_are_refused() -> None:
+    with a_source() as source, a_sink(pool=Pool(block_bytes=6144)) as sink:
         sink.sink.request("h", address_of(source.source.control_address))
-        assert "kv of 4096 bytes" in sink.failure(1.0).message
+        assert "block_size is 4096 bytes there and 6144 bytes here" in sink.failure(1.0).message
 
 
 def test_nobody_listening_fails_soon() -> None:
