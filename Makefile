@@ -42,6 +42,10 @@ bench: setup
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.proxy
 	$(BIN)/python -m benchmarks.prefix
+	$(BIN)/python -m benchmarks.admission
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.pull_back
+	$(BIN)/python -m benchmarks.speculation
 
 # A hundred times as many random histories as `make test`.
 soak: setup

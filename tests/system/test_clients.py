@@ -11,6 +11,7 @@ from typing import Literal
 
 import openai
 import pydantic
+import httpx
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
@@ -117,3 +118,15 @@ def test_node(stack: RunningStack) -> None:
     with stack.client() as client:
         assert json.loads(done.stdout)["text"] == text_of(client)
     stack.wait_until_nothing_is_pinned()
+
+
+def test_a_router_of_others_drives_the_two_legs(stack: RunningStack) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
+    with httpx.Client(base_url=stack.url, timeout=120) as client:
+        whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+        ask = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+        first = client.post("/v1/chat/completions", json={**body, **ask}).json()
+        params = first["kv_transfer_params"]
+        second = client.post("/v1/chat/completions", json={**body, "kv_transfer_params": params}).json()
+    assert second["choices"][0] == whole
+    assert whole["message"]["content"].startswith(first["choices"][0]["message"]["content"])
