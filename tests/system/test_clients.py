@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 from typing import Literal
 
+import httpx
 import openai
 import pydantic
-import httpx
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
