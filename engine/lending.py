@@ -13,6 +13,9 @@ from kv_transfer.offers import Offer
 from kv_transfer.source import HandoverSource
 from shared_scheduler import Loan, Scheduler
 
+MAX_FREE_DIVISOR = 4
+"""One loan takes at most this part, a quarter, of the blocks that are free."""
+
 
 class Lender:
     def __init__(self, scheduler: Scheduler, source: HandoverSource) -> None:
@@ -43,9 +46,15 @@ class Lender:
         if asked.handover_id in self._loans:
             return
         block_size = self._scheduler.config.block_size
+        free_before = self._scheduler.num_free_blocks
         first_block, rest = divmod(asked.first_token, block_size)
         loan = None if rest else self._scheduler.lend(asked.token_ids.tolist(), asked.cache_salt, first_block)
         if loan is None:
+            self._source.withdraw(asked.handover_id)
+            return
+        if self._scheduler.num_free_blocks < free_before - free_before // MAX_FREE_DIVISOR:
+            # Blocks that a peer reads are no room for those who decode here and would end for want of it.
+            self._scheduler.give_back(loan)
             self._source.withdraw(asked.handover_id)
             return
         self._loans[asked.handover_id] = loan

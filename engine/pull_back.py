@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.handover_role import flatten_counters
 from kv_transfer.events import Arrived, Failed, Offered, Reclaimable
-from kv_transfer.messages import Prefix
+from kv_transfer.messages import MAX_PREFIX_TOKENS, Prefix
 from kv_transfer.sink import HandoverSink
 from shared_scheduler import Import, Scheduler, Sequence
 from wire.services import CompletionEngineAddress
@@ -58,7 +58,8 @@ class PullBack:
             return False  # nothing is kept here, or blocks alone are of no use
         block_size = self._scheduler.config.block_size
         # The last token is always computed: its logits are wanted.
-        tokens = sequence.token_array()[: (sequence.num_tokens - 1) // block_size * block_size]
+        num_blocks = min(sequence.num_tokens - 1, MAX_PREFIX_TOKENS) // block_size
+        tokens = sequence.token_array()[: num_blocks * block_size]
         own = self._scheduler.lend(tokens.tolist(), sequence.cache_salt)
         num_cached = 0 if own is None else own.num_tokens
         if own is not None:

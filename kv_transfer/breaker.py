@@ -69,6 +69,11 @@ class Breakers:
         record.message = message
         record.until_s = now_s + self._pause_s(record.num_failures)
 
+    def ended(self, address: PromptEngineAddress) -> None:
+        """A session with it ended by nobody's fault: the next one may try."""
+        if address in self._records:
+            self._records[address].is_probing = False
+
     def worked(self, address: PromptEngineAddress) -> None:
         """A read from it arrived."""
         self._records.pop(address, None)

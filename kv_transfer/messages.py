@@ -45,6 +45,9 @@ _Seconds = Annotated[float, Meta(ge=0, le=86400)]
 _Blob = Annotated[bytes, Meta(max_length=512 << 10)]
 _Digests = Annotated[bytes, Meta(max_length=(512 << 10) + 8)]
 _BlockIdBytes = Annotated[bytes, Meta(max_length=512 << 10)]
+MAX_PREFIX_TOKENS = (512 << 10) // 4
+"""Of a prefix that is to be borrowed."""
+_TokenIdBytes = Annotated[bytes, Meta(max_length=4 * MAX_PREFIX_TOKENS)]
 
 
 class RegionInfo(Struct, frozen=True, array_like=True):
@@ -117,7 +120,7 @@ class Introduction(Struct, frozen=True, tag=True):
 class Prefix(Struct, frozen=True, array_like=True):
     """Whatever the source has cached of these tokens from `first_token` on."""
 
-    token_ids: _BlockIdBytes
+    token_ids: _TokenIdBytes
     """int32, little-endian."""
     first_token: _Count
     cache_salt: _Text

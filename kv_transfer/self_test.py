@@ -99,6 +99,11 @@ class SelfTest:
         self._began_s = 0.0
         self._walls: list[float] = []
 
+    @property
+    def is_waiting(self) -> bool:
+        """Others are tested; nothing has been read yet."""
+        return self._slot is None
+
     def poll(self) -> Measured | Broken | None:
         if self._read_id is None:
             return self._next()

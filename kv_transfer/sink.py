@@ -305,6 +305,7 @@ class HandoverSink:
                 session.close(now_s)
                 link.close()
                 del self._peers[address]
+                self._breakers.ended(address)
                 return True
         return False
 
@@ -367,6 +368,8 @@ class HandoverSink:
                 reason, message = session.lost
                 if reason in _PEERS_FAULTS:
                     self._breakers.failed(address, f"{reason}: {message}", now_s)
+                else:
+                    self._breakers.ended(address)
 
     def _idle_s(self) -> float:
         """0.1 ms while a read runs that no socket announces, a tick while a deadline runs, else long."""

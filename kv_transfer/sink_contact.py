@@ -53,6 +53,8 @@ class FirstContact:
         return self._judged(found)
 
     def overdue(self, now_s: float) -> Unusable | None:
+        if self._test.is_waiting:
+            self._until_s = now_s + self._settings.self_test_timeout_s  # those before us end in time
         if now_s < self._until_s:
             return None
         text = f"{self._path}: nothing could be read within {self._settings.self_test_timeout_s:g} s"

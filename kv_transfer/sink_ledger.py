@@ -136,6 +136,7 @@ class SinkLedger:
         """`deadline_s` is the time by which the whole prompt must be computed."""
         handover = Handover(handover_id, deadline_s, now_s, prefix)
         self._handovers[handover_id] = handover
+        self._farewells.pop(handover_id, None)  # it is wanted again: no late farewell may end it
         if self._reads is not None:
             self._want(handover)
 

@@ -72,7 +72,10 @@ class NixlTransport:
     def connect(self, memory: RemoteMemory, regions: Sequence[Region] | None = None) -> "NixlConnection":
         agent, self._spare = self._spare, None
         if agent is None:
-            agent = self._agent(progress_thread=False)
+            try:
+                agent = self._agent(progress_thread=False)
+            except TransferError as error:
+                raise ReadError(str(error)) from error
         try:
             return NixlConnection(agent, memory, regions or self._regions)
         except Exception as error:
