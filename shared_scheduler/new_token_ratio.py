@@ -35,13 +35,16 @@ class NewTokenRatio:
 
     @property
     def floor(self) -> float:
-        if not self._num_allowed:
-            return self._lowest
-        return max(self._lowest, self._num_remaining / self._num_allowed)
+        return max(self._lowest, self._shown)
+
+    @property
+    def _shown(self) -> float:
+        """What ended requests have shown, also below the lowest floor."""
+        return self._num_remaining / self._num_allowed if self._num_allowed else self._lowest
 
     @property
     def spread(self) -> float:
-        """Standard deviation of what a sequence still generated around what the floor foretold, in tokens."""
+        """Standard deviation of what a sequence still generated around what was foretold, in tokens."""
         return math.sqrt(self._squared_error / self._num_steps) if self._num_steps else 0.0
 
     def decode_step(self) -> None:
@@ -53,8 +56,10 @@ class NewTokenRatio:
         self._num_steps = self._num_steps * fade + length
         self._num_remaining = self._num_remaining * fade + length**2 / 2
         self._num_allowed = self._num_allowed * fade + length * limit - length**2 / 2
-        # After g tokens it still generated length - g, and floor * (limit - g) was foretold; summed over g.
-        off, slope = length - self.floor * limit, 1 - self.floor
+        # After g tokens it still generated length - g, and ratio * (limit - g) was foretold; summed over g.
+        # Not the floor: where that is higher, the expected ends already are, and need no spread on top.
+        ratio = self._shown
+        off, slope = length - ratio * limit, 1 - ratio
         error = off**2 * length - off * slope * length**2 + slope**2 * length**3 / 3
         self._squared_error = self._squared_error * fade + error
 

@@ -53,7 +53,16 @@ def test_sequences_that_use_their_whole_limit_leave_no_doubt() -> None:
 
 
 def test_answers_of_different_length_under_one_limit_spread() -> None:
-    """Fixed floor 1: of g = 0..L the error is L - 1000; its square is the same at every step."""
-    ratio = NewTokenRatio(floor=1.0, decay_steps=1)
+    """400 of 1,000 show a ratio of 1/4: after g tokens it errs by 150 - 3/4 g, whose square is 7,500 on average."""
+    ratio = NewTokenRatio(floor=0.05, decay_steps=1)
     ratio.ended(400, 1000)
-    assert ratio.spread == pytest.approx(600)
+    assert ratio.spread == pytest.approx(7500**0.5)
+
+
+def test_short_answers_under_a_huge_limit_are_no_spread() -> None:
+    """The floor expects more than comes: that is room enough, and nothing is kept free on top of it."""
+    ratio = NewTokenRatio(floor=0.1, decay_steps=1)
+    for _ in range(50):
+        ratio.ended(200, 32_000)
+    assert ratio.floor == 0.1
+    assert ratio.spread < 200
