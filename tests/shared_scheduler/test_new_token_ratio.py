@@ -53,7 +53,7 @@ def test_sequences_that_use_their_whole_limit_leave_no_doubt() -> None:
 
 
 def test_answers_of_different_length_under_one_limit_spread() -> None:
-    """400 of 1,000 show a ratio of 1/4: after g tokens it errs by 150 - 3/4 g, whose square is 7,500 on average."""
+    """400 of 1,000 show 1/4: after g tokens that errs by 150 - 3/4 g, whose square is 7,500 on average."""
     ratio = NewTokenRatio(floor=0.05, decay_steps=1)
     ratio.ended(400, 1000)
     assert ratio.spread == pytest.approx(7500**0.5)
