@@ -143,7 +143,9 @@ class Holdings:
             return 0
         row, slot = sequence.row, sequence.cache.state_id
         table = sequence.cache.block_table
-        self.reuse.store(sequence, table, may_swap=False)
+        if not self._block_sources.is_read(table):
+            # A block that stays taken for a copy needs those before it taken, too; the cache may have others.
+            self.reuse.store(sequence, table, may_swap=False)
         self.info_slots.give_back(sequence)
         sequence.unbind_row()
         self.rows.give_back(row)

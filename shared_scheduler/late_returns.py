@@ -18,6 +18,10 @@ class LateReturns:
     def add(self, source: int, step_id: int) -> None:
         self._read_by[source] = step_id
 
+    def is_read(self, ids: BlockIds) -> bool:
+        """Does an unfinished copy read any of these?"""
+        return bool(self._read_by) and not self._read_by.keys().isdisjoint(ids.tolist())
+
     def free(self, ids: BlockIds) -> int:
         """Returns how many ids stay taken for now.
 
