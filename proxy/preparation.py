@@ -18,7 +18,7 @@ from proxy.pairing import (
     max_pool_tokens,
 )
 from proxy.routes import Routes
-from proxy.single_legs import SingleLeg
+from proxy.single_legs import Bounds, SingleLeg
 from proxy.text_model import TextModel
 from wire.sampling import MAX_SEED, SamplingParams, StructuredOutput
 
@@ -165,7 +165,7 @@ class Preparation:
         params = request.kv_transfer_params
         route: Route | SingleLeg | None
         if params is not None and params.is_of_leg:
-            route = self._routes.leg(params)
+            route = self._routes.leg(params, Bounds(self._text.vocab_size, len(rendered.token_ids)))
         else:
             route = self._routes.first(rendered.token_ids, num_tokens, session)
         if route is None:

@@ -11,7 +11,7 @@ from proxy.pairing import Knowledge, PairingRules, Route, choose_route
 from proxy.prefix_index import PrefixIndex
 from proxy.request_flow import PromptWork
 from proxy.role_policies import Ask
-from proxy.single_legs import SingleLeg, leg_of
+from proxy.single_legs import Bounds, SingleLeg, leg_of
 from wire.cache import CacheEvent, prompt_block_names
 
 
@@ -40,9 +40,9 @@ class Routes:
         route = self._choose(fleet.taking(num_tokens), prompt_token_ids, session)
         return route or self._choose(fleet, prompt_token_ids, session)
 
-    def leg(self, params: KvTransferParams) -> SingleLeg:
+    def leg(self, params: KvTransferParams, bounds: Bounds) -> SingleLeg:
         """The engine for one leg that a router of others asks for."""
-        return leg_of(params, self.snapshot(), self._loads.num_queued_tokens)
+        return leg_of(params, self.snapshot(), self._loads.num_queued_tokens, bounds)
 
     def fresh(self, work: PromptWork, failed: frozenset[EngineStart]) -> Route | None:
         """A route that takes all of `work`, without the engines that have failed it."""

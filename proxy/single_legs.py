@@ -24,7 +24,14 @@ from proxy.legs import EngineCalls
 from proxy.request_flow import PromptWork, Relay
 from proxy.text_stream import EndOfText
 from proxy.token_batch import TokenBatch, TokenSink
-from wire.services import CompletionRequest, PromptChoice, PromptEngineAddress, PromptRequest, PromptResponse
+from wire.services import (
+    CompletionRequest,
+    OutputToken,
+    PromptChoice,
+    PromptEngineAddress,
+    PromptRequest,
+    PromptResponse,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,31 @@ class CompletionLeg:
 SingleLeg = PromptLeg | CompletionLeg
 
 
-def leg_of(params: KvTransferParams, fleet: FleetSnapshot, loads: Mapping[str, int]) -> SingleLeg:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What an answer to this request's prompt leg can hold."""
+
+    vocab_size: int
+    num_prompt_tokens: int
+
+    def hold(self, computed: PromptResponse) -> bool:
+        """Engines say nothing else; a client that made it up could, and it would be taken for their fault."""
+        return 0 <= computed.num_cached_tokens <= self.num_prompt_tokens and all(
+            choice.finish_reason in (None, "stop", "length") and self._hold_token(choice.token)
+            for choice in computed.choices
+        )
+
+    def _hold_token(self, token: OutputToken) -> bool:
+        logprobs = token.logprobs
+        top_ids = () if logprobs is None else logprobs.top_token_ids
+        num_tops = 0 if logprobs is None else len(logprobs.top_logprobs)
+        are_known = all(0 <= token_id < self.vocab_size for token_id in (token.token_id, *top_ids))
+        return are_known and token.index == 0 and len(top_ids) == num_tops
+
+
+def leg_of(
+    params: KvTransferParams, fleet: FleetSnapshot, loads: Mapping[str, int], bounds: Bounds
+) -> SingleLeg:
     """The leg that the params ask for, at the engine with the least to do."""
     if params.do_remote_decode:
         return PromptLeg(_least_loaded(fleet.routable("prompt"), loads, "prompt"))
@@ -66,7 +97,7 @@ def leg_of(params: KvTransferParams, fleet: FleetSnapshot, loads: Mapping[str, i
         for engine in fleet.routable("completion")
         if engine.info is not None and engine.info.compatibility_hash == prompt.info.compatibility_hash
     ]
-    handover_id, computed = _told(params)
+    handover_id, computed = _told(params, bounds)
     return CompletionLeg(_least_loaded(fitting, loads, "completion"), prompt, handover_id, computed)
 
 
@@ -87,16 +118,18 @@ def _holder(params: KvTransferParams, fleet: FleetSnapshot) -> Engine:
     )
 
 
-def _told(params: KvTransferParams) -> tuple[str, PromptResponse]:
+def _told(params: KvTransferParams, bounds: Bounds) -> tuple[str, PromptResponse]:
     told = params.tandem or {}
+    refusal = BadRequest(
+        f"{FIELD}.tandem is not what a prompt engine answered", param=f"{FIELD}.tandem", code="invalid_value"
+    )
     try:
-        return str(told["handover_id"]), msgspec.convert(told["computed"], PromptResponse)
+        handover_id, computed = str(told["handover_id"]), msgspec.convert(told["computed"], PromptResponse)
     except (KeyError, msgspec.ValidationError):
-        raise BadRequest(
-            f"{FIELD}.tandem is not what a prompt engine answered",
-            param=f"{FIELD}.tandem",
-            code="invalid_value",
-        ) from None
+        raise refusal from None
+    if not bounds.hold(computed):
+        raise refusal
+    return handover_id, computed
 
 
 def params_for_completion(leg: PromptLeg, handover_id: str, computed: PromptResponse) -> dict[str, Any]:

@@ -99,6 +99,35 @@ async def test_what_the_prompt_leg_says_is_checked_and_is_no_address() -> None:
     assert told.control_address == of_prompt.engines[0].info.control_address
 
 
+FORGED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {"finish_reason": "error"}, {}),
+    ({}, {"finish_reason": "abort"}, {}),
+    ({}, {}, {"token_id": -1}),
+    ({}, {}, {"token_id": 2**40}),
+    ({}, {}, {"index": 1}),
+    ({}, {}, {"logprobs": {"logprob": -1.0, "top_token_ids": [2**40], "top_logprobs": [-1.0]}}),
+    ({}, {}, {"logprobs": {"logprob": -1.0, "top_token_ids": [1], "top_logprobs": []}}),
+    ({"num_cached_tokens": -1}, {}, {}),
+    ({"num_cached_tokens": 10**6}, {}, {}),
+]
+
+
+@pytest.mark.parametrize(("of_answer", "of_choice", "of_token"), FORGED)
+async def test_what_no_engine_answered_is_the_clients_fault(
+    of_answer: dict[str, Any], of_choice: dict[str, Any], of_token: dict[str, Any]
+) -> None:
+    async with two_proxies("abc") as (of_prompt, of_completion):
+        first = {**text_body(), "kv_transfer_params": ASK_PROMPT}
+        params = (await of_prompt.client.post(TEXT, json=first)).json()["kv_transfer_params"]
+        computed = params["tandem"]["computed"]
+        computed["choices"][0]["token"] |= of_token
+        computed["choices"][0] |= of_choice
+        computed |= of_answer
+        refused = await of_completion.complete(kv_transfer_params=params)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params.tandem")
+        assert of_completion.engines[1].calls == []
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"stream": True}, "stream"), ({"prompt": ["a", "b"]}, "prompt")],
