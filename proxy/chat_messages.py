@@ -1,14 +1,15 @@
 """The messages of a chat, validated, and in the form that chat templates read."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
+import msgspec
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from proxy.body_parsing import Strict
 from proxy.content import ChatContent
+from proxy.errors import BadRequest
 from proxy.tools.definitions import ToolCall
 
 TemplateMessage = Mapping[str, Any]
@@ -46,25 +47,31 @@ class Message(Strict):
             raise PydanticCustomError("missing", "a message needs it", {"field": "content"})
         return self
 
-    def for_template(self) -> TemplateMessage:
+    def for_template(self, field: str = "messages") -> TemplateMessage:
+        """`field`: where the message came from."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content or self.refusal or ""}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
         if self.tool_calls:
-            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+            message["tool_calls"] = [_call_for_template(call, field) for call in self.tool_calls]
         return message
 
 
-def _call_for_template(call: ToolCall) -> dict[str, Any]:
+def _call_for_template(call: ToolCall, field: str) -> dict[str, Any]:
     """Templates write arguments as JSON themselves, so they get the object."""
-    function = {"name": call.function.name, "arguments": _parsed(call.function.arguments)}
+    function = {"name": call.function.name, "arguments": _parsed(call.function.arguments, field)}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _parsed(arguments: str) -> object:
+def _parsed(arguments: str, field: str) -> object:
+    """What is no JSON, perhaps for half a surrogate pair in it, stays the text that it is."""
     try:
-        return json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+        return msgspec.json.decode(arguments) if arguments.strip() else {}
+    except msgspec.DecodeError:
         return arguments
+    except RecursionError:
+        raise BadRequest(
+            f"{field}: the arguments of a tool call are nested too deeply", param=field, code="invalid_value"
+        ) from None

@@ -47,7 +47,7 @@ class ChatTemplate:
                     "documents": None,
                 }
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise BadRequest(
                 f"the model's chat template does not take these messages: {error}",
                 param="messages",

@@ -92,6 +92,14 @@ class Preparation:
 
         `session`: requests that bear the same one may be sent to the same engines.
         """
+        try:
+            return await self._prepared(request, session)
+        except RecursionError:  # schemas and messages are walked through in many places
+            raise BadRequest("the body's JSON is nested too deeply", code="invalid_json") from None
+
+    async def _prepared(
+        self, request: ChatRequest | TextRequest, session: str | None
+    ) -> list[PreparedPrompt]:
         if request.model not in self._model_names:
             raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
         params = request.kv_transfer_params
@@ -118,7 +126,7 @@ class Preparation:
 
     async def _chat(self, request: ChatRequest, max_tokens: int) -> _Rendered:
         text, tools = self._text, request.tool_use()
-        messages = [message.for_template() for message in request.messages]
+        messages = [message.for_template(request.prompt_field) for message in request.messages]
         prompt = await text.chat_prompt(
             messages,
             max_tokens,
@@ -220,8 +228,22 @@ def _structured(request: ChatRequest | TextRequest) -> StructuredOutput | None:
     return tools.structured_output() if tools is not None and tools.is_forced else structured
 
 
+def _check_end_is_free(request: ChatRequest | TextRequest) -> None:
+    """A structure says itself where the answer ends."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request, name):
+            raise BadRequest(
+                f"{name} cannot be used where the answer's form is given",
+                param=name,
+                code="invalid_value",
+            )
+
+
 def _sampling(request: ChatRequest | TextRequest, vocab_size: int) -> SamplingParams:
     """All but the limits, which depend on the prompt."""
+    structured = _structured(request)
+    if structured is not None:
+        _check_end_is_free(request)
     temperature = 1.0 if request.temperature is None else request.temperature
     return SamplingParams(
         max_tokens=1,
@@ -235,7 +257,7 @@ def _sampling(request: ChatRequest | TextRequest, vocab_size: int) -> SamplingPa
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        structured=_structured(request),
+        structured=structured,
         logprobs=request.num_logprobs,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),

@@ -3,6 +3,7 @@
 import json
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from proxy.body_parsing import Strict
@@ -120,8 +121,8 @@ def _json_schema(schema: JsonSchema | str | None, field: str) -> StructuredOutpu
     if schema is None or isinstance(schema, dict):
         return None if schema is None else schema_output(schema)
     try:
-        parsed = json.loads(schema)
-    except ValueError as error:
+        parsed = msgspec.json.decode(schema)  # unlike `json` it takes neither NaN nor half a surrogate pair
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"{field} is not JSON: {error}", param=field, code="invalid_json") from None
     if not isinstance(parsed, dict):
         raise BadRequest(f"{field} is not a JSON schema", param=field, code="invalid_value")

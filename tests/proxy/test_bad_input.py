@@ -46,6 +46,11 @@ def message(**fields: object) -> list[dict[str, Any]]:
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
+def called(arguments: str) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return message(role="assistant", tool_calls=[{**CALL, "function": function}])
+
+
 def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
@@ -157,6 +162,11 @@ def named(name: str) -> dict[str, Any]:
         ),
         ({"guided_json": "{"}, "guided_json", "invalid_json"),
         ({"guided_json": "[]"}, "guided_json", "invalid_value"),
+        ({"guided_json": "[" * 100_000}, "guided_json", "invalid_json"),
+        ({"guided_json": '{"a": "\\ud800"}'}, "guided_json", "invalid_json"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "invalid_value"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "invalid_value"),
+        ({"messages": called("[" * 100_000)}, "messages", "invalid_value"),
         ({"guided_choice": []}, "guided_choice", "invalid_value"),
         ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "invalid_value"),
@@ -182,6 +192,27 @@ async def test_chat_names_the_bad_field(
     error = await refused(stack, CHAT, json.dumps(chat_body(**fields)).encode())
     assert (error["param"], error["code"]) == (param, code)
     assert param.split("[")[0].split(".")[0] in error["message"] or code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("depth", [300, 800, 900, 930, 960, 990, 1100])
+async def test_deep_json_is_never_a_500(stack: Stack, depth: int) -> None:
+    text = '{"a":' * depth + "1" + "}" * depth
+    deep_tool = {"type": "function", "function": {"name": "f", "parameters": "DEEP"}}
+    bodies = [
+        {"messages": called(text)},
+        {"guided_json": text},
+        {"guided_json": "DEEP"},
+        {"tools": [deep_tool], "tool_choice": "required"},
+        {"tools": [deep_tool]},
+    ]
+    for fields in bodies:
+        content = json.dumps(chat_body(**fields)).replace('"DEEP"', text)
+        response = await stack.client.post(CHAT, content=content.encode())
+        assert response.status_code < 500, response.text
+
+
+async def test_arguments_with_half_a_surrogate_pair_are_a_text(stack: Stack) -> None:
+    assert (await stack.chat(messages=called('{"a":"\\ud800"}'))).status_code == 200
 
 
 @pytest.mark.parametrize(
