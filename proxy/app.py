@@ -53,7 +53,7 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
     keys = secret_keys(settings.api_keys, settings.api_keys_file)
     service_token = secret_keys(settings.service_token, settings.service_token_file)
     http = http or engine_http_client(service_token)
-    services = _services(settings, text, http, service_token)
+    services = _services(settings, text, http, keys, service_token)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -105,7 +105,11 @@ class ServiceTokenAuth(httpx.Auth):
 
 
 def _services(
-    settings: ProxySettings, text: TextModel, http: httpx.AsyncClient, service_token: SecretKeys
+    settings: ProxySettings,
+    text: TextModel,
+    http: httpx.AsyncClient,
+    keys: SecretKeys,
+    service_token: SecretKeys,
 ) -> ProxyServices:
     timeouts = LegTimeouts(
         settings.connect_timeout_s, settings.first_byte_timeout_s, settings.stall_timeout_s
@@ -140,6 +144,7 @@ def _services(
     routes = Routes(directory, loads, rules)
     return ProxyServices(
         settings=settings,
+        keys=keys,
         text=text,
         directory=directory,
         routes=routes,

@@ -43,6 +43,7 @@ from proxy.settings import ProxySettings
 from proxy.single_legs import CompletionLeg, PromptLeg, SingleLeg, run_completion_leg, run_prompt_leg
 from proxy.text_model import TextModel
 from proxy.text_stream import TextStream
+from settings.secret_keys import SecretKeys, bearer_token
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class ProxyServices:
     """What every request uses; built once, in `create_app`."""
 
     settings: ProxySettings
+    keys: SecretKeys
+    """One of them is each client's, where there are any."""
     text: TextModel
     directory: EngineDirectory
     routes: Routes
@@ -105,17 +108,25 @@ class GenerationEndpoint:
         request_id = secrets.token_hex(16)
         given_id = client_request_id(scope["headers"])
         client.headers["x-request-id"] = request_id if given_id is None else given_id.decode()
-        await _Exchange(self._api, self._services, client, request_id).run()
+        await _Exchange(self._api, self._services, client, request_id, self._key(scope)).run()
+
+    def _key(self, scope: Scope) -> str:
+        """The key that was checked, in whatever spelling it came; without keys all clients are one."""
+        return (bearer_token(scope["headers"]) or "") if self._services.keys.is_required else ""
 
 
 class _Exchange:
     """The state of one request: how far it is, and what it has counted."""
 
-    def __init__(self, api: GenerationApi, services: ProxyServices, client: Client, request_id: str) -> None:
+    def __init__(
+        self, api: GenerationApi, services: ProxyServices, client: Client, request_id: str, key: str
+    ) -> None:
+        """`key`: the client's, for its limits."""
         self._api = api
         self._services = services
         self._client = client
         self._request_id = request_id
+        self._key = key
         self._answer: AnswerShape | None = None
         self._extras: dict[str, Any] = {}
         self._prompts: list[PromptChoices] = []
@@ -192,11 +203,10 @@ class _Exchange:
     async def _serve(self, request: ChatRequest | TextRequest) -> None:
         services = self._services
         kind = "true" if request.stream else "false"
-        key = self._client.header("authorization") or ""
         with (
             services.draining.admit(),
             services.metrics.open_requests.labels(kind).track_inprogress(),
-            services.key_use.open(key),
+            services.key_use.open(self._key),
         ):
             self._priority = request.priority or 0
             session = self._client.header("x-session-id")

@@ -9,7 +9,7 @@ import pytest
 from proxy.admission import Admission, AdmissionLimits, Admitted
 from proxy.errors import Overloaded
 from proxy.key_limits import KeyLimits, KeyUse
-from tests.proxy.builders import Answering, events, pair_stack, until
+from tests.proxy.builders import Answering, events, pair_stack, text_body, until
 from tests.proxy.mock_engines import Call
 
 
@@ -170,6 +170,30 @@ async def test_a_key_over_its_limit_gets_429_with_retry_after() -> None:
         assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
         assert 1 <= int(response.headers["retry-after"]) <= 10
         assert running.metric("tandem_proxy_refusals_total", reason="key_rate") == 1
+
+
+@pytest.mark.parametrize(
+    ("api_keys", "headers"),
+    [
+        ("k", [("authorization", "bEARER   k")]),
+        ("k", [("authorization", "Bearer k"), ("authorization", "Bearer other")]),
+        (None, [("authorization", "Bearer made-up")]),
+    ],
+)
+async def test_a_key_has_one_count_however_it_is_written(
+    api_keys: str | None, headers: list[tuple[str, str]]
+) -> None:
+    answering = Answering("ok")
+    scripts = (answering.prompt, answering.completion)
+    limits = {"key_requests_per_s": 0.1, "key_burst": 1}
+    async with pair_stack(*scripts, api_keys=api_keys, **limits) as running:
+
+        async def status(headers: list[tuple[str, str]]) -> int:
+            body = text_body()
+            return (await running.client.post("/v1/completions", json=body, headers=headers)).status_code
+
+        assert await status([("authorization", "Bearer k")]) == 200
+        assert await status(headers) == 429
 
 
 async def silent(call: Call) -> None:
