@@ -146,7 +146,7 @@ class Preparation:
             token_ids = await self._text.text_prompt(prompt, max_tokens)
             return _Rendered(token_ids, echo=prompt if is_echoed else "")
         token_ids = self._checked_ids(prompt)
-        return _Rendered(token_ids, echo=self._text.text_of(token_ids) if is_echoed else "")
+        return _Rendered(token_ids, echo=await self._text.text_of(token_ids) if is_echoed else "")
 
     def _checked_ids(self, token_ids: list[int]) -> tuple[int, ...]:
         limit = self._text.vocab_size

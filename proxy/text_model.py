@@ -21,6 +21,8 @@ from proxy.tools.rendering import plain_messages
 
 INLINE_CHARS = 1024
 """Texts up to this length (about a millisecond of work) are rendered and tokenized on the event loop."""
+MESSAGE_CHARS = 16
+"""What a message costs beside its text."""
 NUM_THREADS = 2
 PROBE_CHARS_PER_TOKEN = 16
 """Ordinary text has about 4 characters a token."""
@@ -102,8 +104,8 @@ class TextModel:
             is_thinking = self.thinks and text.rstrip().endswith(reasoning.OPEN)
             return ChatPrompt(self._encode(text, field, max_tokens), is_thinking)
 
-        num_chars = sum(len(message["content"]) for message in messages)
-        return await self._run(work, num_chars if tools is None else INLINE_CHARS + 1)
+        is_plain = tools is None and not variables
+        return await self._run(work, _size(messages) if is_plain else INLINE_CHARS + 1)
 
     async def text_prompt(self, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> TokenIds:
         def work() -> TokenIds:
@@ -111,8 +113,13 @@ class TextModel:
 
         return await self._run(work, len(text))
 
-    def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        def work() -> str:
+            # Unlike `decode` it lets other threads run.
+            (text,) = self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return text
+
+        return await self._run(work, len(token_ids))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -140,7 +147,22 @@ class TextModel:
         """A chat template writes its special tokens itself; a plain text gets the tokenizer's own."""
         num_probed = max_tokens * PROBE_CHARS_PER_TOKEN
         if len(text) > num_probed:
-            num_tokens = len(self.tokenizer.encode(text[:num_probed], add_special_tokens=False).ids)
+            num_tokens = len(self._ids(text[:num_probed], add_special_tokens=False))
             if num_tokens > 2 * max_tokens:
                 raise ContextExceeded.of_prompt(field, max_tokens, f"more than {num_tokens // 2}")
-        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return tuple(self._ids(text, add_special_tokens=add_special_tokens))
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Unlike `encode`, which keeps every thread waiting for a long text, a batch lets them run."""
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+
+def _size(messages: Sequence[TemplateMessage]) -> int:
+    """About the characters that are rendered; calls and their arguments are not looked into."""
+    if any("tool_calls" in message for message in messages):
+        return INLINE_CHARS + 1
+    return sum(
+        MESSAGE_CHARS + sum(len(text) for text in message.values() if isinstance(text, str))
+        for message in messages
+    )

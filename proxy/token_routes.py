@@ -77,7 +77,7 @@ class TokenRoutes:
                     param=f"tokens[{index}]",
                     code="invalid_value",
                 )
-        return to_json({"prompt": self._text.text_of(request.tokens, skip_special_tokens=False)})
+        return to_json({"prompt": await self._text.text_of(request.tokens, skip_special_tokens=False)})
 
     async def _token_ids(self, request: TokenizeRequest, max_tokens: int) -> TokenIds:
         if request.messages is None:

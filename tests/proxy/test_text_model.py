@@ -1,4 +1,6 @@
 import asyncio
+import time
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,39 @@ async def test_large_texts_are_tokenized_off_the_event_loop() -> None:
     assert not task.done()
     assert list(await task) == ids(text)
     model.close()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": ""}] * INLINE_CHARS,
+        [{"role": "assistant", "content": "", "reasoning_content": "x" * INLINE_CHARS}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+    ],
+)
+async def test_chats_that_are_large_without_content_are_rendered_off_the_event_loop(
+    messages: list[dict[str, Any]],
+) -> None:
+    model = text_model()
+    task = asyncio.create_task(model.chat_prompt(messages, 10**6))
+    await asyncio.sleep(0)
+    assert not task.done()
+    await task
+    model.close()
+
+
+async def test_a_long_text_does_not_stop_the_event_loop(smollm: TextModel) -> None:
+    text, longest_s = "lorem ipsum 12 " * 20_000, 0.0
+    started_s = last_s = time.monotonic()
+    task = asyncio.create_task(smollm.text_prompt(text, 10**6))
+    while not task.done():
+        await asyncio.sleep(0.001)
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    assert longest_s < (last_s - started_s) / 2
+    token_ids = await task
+    assert token_ids == tuple(smollm.tokenizer.encode(text).ids)
+    assert await smollm.text_of(token_ids) == text
 
 
 async def test_large_and_small_chats_are_rendered_alike() -> None:

@@ -89,7 +89,7 @@ async def test_without_tools_or_with_none_of_them_nothing_is_a_call() -> None:
         assert whole["message"]["content"] == streamed["content"] == CALL
         assert whole["finish_reason"] == "stop"
         prompt = running.engines[0].calls[0].prompt_request
-        assert "get_weather" not in running.services.text.text_of(prompt.prompt_token_ids)
+        assert "get_weather" not in await running.services.text.text_of(prompt.prompt_token_ids)
 
 
 async def test_without_parallel_calls_the_first_one_ends_the_answer() -> None:
@@ -155,7 +155,7 @@ CONVERSATION: list[dict[str, Any]] = [
 async def test_a_conversation_with_results_is_told_to_a_model_whose_template_knows_no_tools() -> None:
     _, _, running = await answers("Sunny.", tools=[WEATHER], messages=CONVERSATION)
     prompt = running.engines[0].calls[0].prompt_request.prompt_token_ids
-    text = running.services.text.text_of(prompt)
+    text = await running.services.text.text_of(prompt)
     assert "Be brief." in text
     assert json.dumps(WEATHER) in text
     assert CALL in text
