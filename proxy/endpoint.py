@@ -319,6 +319,7 @@ class _Exchange:
 
     async def _run_leg(self, leg: SingleLeg, work: PromptWork, choices: Sequence[Choice]) -> None:
         calls = self._services.calls
+        self._services.routes.started(leg, work)
         try:
             if isinstance(leg, PromptLeg):
                 self._extras[FIELD] = await run_prompt_leg(calls, leg, work, choices)

@@ -49,6 +49,9 @@ class RouteSource(Protocol):
     def any(self, work: PromptWork) -> Route | None:
         """A route for `work`, whatever has failed it."""
 
+    def started(self, route: Route, work: PromptWork) -> None:
+        """An attempt of the work begins on the route."""
+
     def computed(self, route: Route, token_ids: Sequence[int]) -> None:
         """The route has generated all of these tokens that are not its prompt."""
 
@@ -96,6 +99,7 @@ class PromptRun:
         attempts = _Attempts(self)
         attempt = work
         while True:
+            self.routes.started(route, attempt)
             try:
                 await run_prompt(self.calls, route, attempt, choices)
             except EngineFailure as failure:
@@ -127,6 +131,7 @@ class PromptRun:
                 return
             attempt = attempts.renamed(work.after(choice.token_ids))
             route = await attempts.migrate(attempt)
+            self.routes.started(route, attempt)
             try:
                 await run_prompt(self.calls, route, attempt, [choice])
             except EngineFailure as failure:

@@ -16,7 +16,7 @@ from wire.cache import CacheEvent, prompt_block_names
 
 
 class Routes:
-    """Puts together what a choice depends on, and remembers what was chosen."""
+    """Puts together what a choice depends on, and remembers what was started."""
 
     def __init__(self, directory: EngineDirectory, loads: EngineLoads, rules: PairingRules) -> None:
         self._directory = directory
@@ -52,6 +52,12 @@ class Routes:
     def any(self, work: PromptWork) -> Route | None:
         """A route that takes all of `work`."""
         return self.fresh(work, frozenset())
+
+    def started(self, route: Route | SingleLeg, work: PromptWork) -> None:
+        """The work is on its way: what was chosen for a request that is refused then counts for nothing."""
+        for engine in route.engines:
+            self._directory.assigned(engine)
+        self._remember(work.prompt_token_ids, route.engines)
 
     def computed(self, route: Route, token_ids: Sequence[int]) -> None:
         """The engine that decoded has a whole prompt and its completion cached now."""
@@ -92,12 +98,7 @@ class Routes:
             session=session,
         )
         cached = self._cached(fleet, prompt_token_ids)
-        route = choose_route(fleet, ask, self._rules, Knowledge(self._loads.num_queued_tokens, cached))
-        if route is not None:
-            for engine in route.engines:
-                self._directory.assigned(engine)
-            self._remember(prompt_token_ids, route.engines)
-        return route
+        return choose_route(fleet, ask, self._rules, Knowledge(self._loads.num_queued_tokens, cached))
 
     def _cached(self, fleet: FleetSnapshot, token_ids: Sequence[int]) -> dict[str, int]:
         """By URL; only tokens that need not be computed: the last one always is."""

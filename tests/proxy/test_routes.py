@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from tests.proxy.builders import Answering, stack
+from proxy.breaker import CLOSED, MAX_FAILURES, Breaker
+from tests.proxy.builders import Answering, ids, stack
 from tests.proxy.mock_engines import MockEngine
 
 
@@ -40,3 +41,20 @@ async def test_nothing_is_counted_as_queued_once_all_is_answered() -> None:
         for number in range(6):
             await running.complete(prompt=f"prompt {number}", n=1)
         running.services.calls.loads.check_invariants()
+
+
+async def test_a_request_that_is_refused_is_no_trial_and_leaves_no_prefix() -> None:
+    answering = Answering("answered")
+    engines = MockEngine("prompt", answering.prompt), MockEngine("completion", answering.completion)
+    async with stack(*engines) as running:
+        directory, prompt = running.services.directory, "x" * 100
+        watched = directory._by_url[running.engines[0].url]
+        watched.breaker = Breaker(num_failures=MAX_FAILURES, open_until_s=0.0)
+        refused = await running.complete(prompt=prompt, max_tokens=10**6)
+        assert refused.status_code == 400
+        assert watched.breaker.trial_until_s == 0.0
+        routes = running.services.routes
+        assert not any(routes._cached(routes.snapshot(), ids(prompt)).values())
+        assert (await running.complete(prompt=prompt)).status_code == 200
+        assert watched.breaker is CLOSED
+        assert all(routes._cached(routes.snapshot(), ids(prompt)).values())
