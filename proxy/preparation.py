@@ -178,9 +178,10 @@ class Preparation:
             route = self._routes.first(rendered.token_ids, num_tokens, session)
         if route is None:
             raise self._not_serving()
-        max_tokens = self._limits.of_completion(
-            _max_tokens(request, len(rendered.token_ids), route), request.asked_max_tokens
-        )
+        asked = request.asked_max_tokens
+        if request.is_prompt_leg:  # its one token is not what the client asked for
+            asked = asked[0], None
+        max_tokens = self._limits.of_completion(_max_tokens(request, len(rendered.token_ids), route), asked)
         return PreparedPrompt(
             rendered.token_ids,
             replace(sampling, max_tokens=max_tokens, min_tokens=_min_tokens(request, max_tokens)),

@@ -99,6 +99,14 @@ async def test_what_the_prompt_leg_says_is_checked_and_is_no_address() -> None:
     assert told.control_address == of_prompt.engines[0].info.control_address
 
 
+async def test_the_operators_limit_of_completions_is_no_refusal_of_prompt_legs() -> None:
+    answering = Answering("abc")
+    async with stack(MockEngine("prompt", answering.prompt), max_completion_tokens=8) as running:
+        response = await running.complete(kv_transfer_params=ASK_PROMPT, max_tokens=1)
+        assert response.status_code == 200, response.text
+        assert running.engines[0].calls[0].prompt_request.sampling.max_tokens == 8
+
+
 FORGED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"finish_reason": "error"}, {}),
     ({}, {"finish_reason": "abort"}, {}),
