@@ -134,9 +134,12 @@ class OutputItems:
         if delta.reasoning:
             events += self._add_reasoning(delta.reasoning)
         self._hold_logprobs(delta.logprobs)
+        rest = list(delta.tool_calls)
+        while rest and rest[0].call_id is None:  # more of the open call, which text of the same delta follows
+            events += self._add_call(rest.pop(0))
         if delta.content:
             events += self._add_text(delta.content)
-        for call in delta.tool_calls:
+        for call in rest:
             events += self._add_call(call)
         return events
 
