@@ -224,7 +224,10 @@ def build_role(
     assert sink is not None
     limits = ArrivalLimits(config.handover_wait_s, config.room_wait_s, config.arrival_share)
     lender = None if source is None else Lender(scheduler, source)
-    return CompletionHandover(scheduler, sink, choices, limits, lender), name, address
+    completion_role = CompletionHandover(
+        scheduler, sink, choices, limits, lender, vocab_size=runner.config.vocab_size
+    )
+    return completion_role, name, address
 
 
 def build_ends(

@@ -20,6 +20,7 @@ from engine.handover_role import flatten_counters
 from engine.ipc import AddRequest, RequestFailure, RequestOutput
 from engine.lending import Lender
 from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable
+from kv_transfer.messages import ChoiceStart
 from kv_transfer.sink import HandoverSink
 from shared_scheduler import AllocStatus, RequestError, Scheduler, Sequence
 from wire.services import ServiceError
@@ -69,7 +70,11 @@ class CompletionHandover:
         choices: Choices,
         limits: ArrivalLimits,
         lender: Lender | None = None,
+        *,
+        vocab_size: int,
     ) -> None:
+        """`vocab_size`: of the model; no peer may name a token beyond it."""
+        self._vocab_size = vocab_size
         self._lender = lender
         self._scheduler = scheduler
         self._sink = sink
@@ -209,15 +214,22 @@ class CompletionHandover:
             self._forget(arrival)
             return []
         request_id = arrival.sequence.request_id
-        mismatch = self._choices.mismatch(arrival.sequence, event.first_tokens)
-        if not event.first_tokens:
-            mismatch = "the prompt engine offers no choice that goes on"
+        mismatch = self._mismatch(arrival.sequence, event.first_tokens)
         if mismatch is not None:
             self._forget(arrival)
             return [_failure(request_id, 409, "handover_mismatch", mismatch)]
         self._choices.admit(arrival.sequence, event.first_tokens, now_s)
         del self._handover_ids[request_id], self._arrivals[arrival.handover_id]
         return []
+
+    def _mismatch(self, sequence: Sequence, starts: Items[ChoiceStart]) -> str | None:
+        """Why the request cannot go on from these first tokens."""
+        if not starts:
+            return "the prompt engine offers no choice that goes on"
+        for start in starts:
+            if start.token_id >= self._vocab_size:
+                return f"the prompt engine offers token {start.token_id} of {self._vocab_size} in all"
+        return self._choices.mismatch(sequence, starts)
 
     def _on_failed(self, arrival: Arrival, event: Failed) -> list[RequestOutput]:
         was_wanted = arrival.stage != "leaving"

@@ -43,6 +43,10 @@ class HistoryUpdate:
     prompt_token_ids: list[int]
     output_token_ids: list[int]
 
+    @property
+    def is_structured(self) -> bool:
+        return self.history.matcher is not None
+
 
 class Histories:
     """The engine thread's side. A sequence carries its history along."""

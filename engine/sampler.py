@@ -5,6 +5,9 @@ what is left. Tokens that tie with the
 last one kept are kept too, so the candidates do not depend on a sort's order. The draw inverts the
 cumulative distribution in vocabulary order at one uniform number that depends on (seed, output index)
 alone: equal logits give equal tokens in any batch, on any engine.
+
+Edits may leave nothing to draw, as where a grammar has run into a dead end. Such a row takes the token that
+the model itself finds most probable and is named: whoever asked decides what becomes of the sequence.
 """
 
 from dataclasses import dataclass
@@ -91,6 +94,8 @@ class SampledTokens:
     token_ids: Int64Array
     logprobs: SampledLogprobs | None
     """None when no row asked for them."""
+    dead_ends: tuple[int, ...] = ()
+    """Rows in which the edits have left no token to draw."""
 
 
 class Sampler:
@@ -113,17 +118,22 @@ class Sampler:
             )
         reported = np.flatnonzero(rows.num_logprobs != NO_LOGPROBS)
         unedited = logits[torch.from_numpy(reported)] if len(reported) else None
+        can_draw, dead_ends = np.ones(len(rows), bool), tuple[int, ...]()
         if edits is not None:
             edits.apply_(logits)
-            largest, token_ids = logits.max(dim=-1)
-        drawn = np.flatnonzero(rows.temperature > 0)
+            largest, best_ids = logits.max(dim=-1)
+            can_draw = torch.isfinite(largest).numpy()
+            dead_ends = tuple(np.flatnonzero(~can_draw).tolist())
+            token_ids = torch.where(torch.from_numpy(can_draw), best_ids, token_ids)
+        drawn = np.flatnonzero((rows.temperature > 0) & can_draw)
         if len(drawn):
             index = torch.from_numpy(drawn)
             candidates = logits if len(drawn) == len(rows) else logits[index]
             token_ids[index] = _draw(candidates - largest[index, None], rows, drawn)
         if unedited is None:
-            return SampledTokens(token_ids.numpy(), None)
-        return SampledTokens(token_ids.numpy(), _logprobs(unedited, reported, token_ids, rows.num_logprobs))
+            return SampledTokens(token_ids.numpy(), None, dead_ends)
+        logprobs = _logprobs(unedited, reported, token_ids, rows.num_logprobs)
+        return SampledTokens(token_ids.numpy(), logprobs, dead_ends)
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, drawn: npt.NDArray[np.intp]) -> torch.Tensor:

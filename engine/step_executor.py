@@ -43,7 +43,7 @@ class StepOutcome:
     verified: Verified | None = None
     """What became of the drafts, if there were any."""
     failed: tuple[int, ...] = ()
-    """Sequences with a token that their grammar does not allow."""
+    """Sequences with a token that their grammar does not allow, or with none that it allows next."""
     forward_s: float = 0.0
     sampler_s: float = 0.0
 
@@ -115,11 +115,12 @@ class ModelStep:
         drawn = self._sampler.sample(logits, self._rows.of(outputs.cohort, batch, draws), edits)
         verified = verify(batch, drawn.token_ids) if batch.has_drafts else None
         ends = np.cumsum(batch.seqlens_q, dtype=np.int64)
+        dead = dead_ends_of(batch, draws, drawn, verified)
         return StepOutcome(
             drawn,
             np.arange(ends.size) if verified is None else ends - batch.seqlens_q,
             verified,
-            tuple(u.index for u in updates if u.history.has_failed),
+            tuple(u.index for u in updates if u.history.has_failed or (u.index in dead and u.is_structured)),
             computed_s - started_s,
             self._clock() - computed_s,
         )
@@ -132,6 +133,24 @@ class ModelStep:
         if draws.sampling:
             logits = torch.cat((logits, logits[torch.from_numpy(draws.logit_rows)]))
         return logits
+
+
+def dead_ends_of(
+    batch: Batch, draws: FirstDraws, drawn: SampledTokens, verified: Verified | None
+) -> frozenset[int]:
+    """Sequences of the step for whose tokens there was a row with nothing to draw.
+
+    What was drawn behind a rejected draft counts for nothing, a dead end neither.
+    """
+    if not drawn.dead_ends:
+        return frozenset()
+    rows = np.array(drawn.dead_ends, np.intp)
+    if verified is None:
+        owners = np.append(np.arange(batch.num_sequences), draws.logit_rows)
+        return frozenset(owners[rows].tolist())
+    owners = np.repeat(np.arange(batch.num_sequences), batch.seqlens_q)[rows]
+    counts = batch.places[rows] <= verified.num_accepted[owners]
+    return frozenset(owners[counts].tolist())
 
 
 class StepExecutor(Protocol):

@@ -248,6 +248,7 @@ class EnginePair:
                 choices,
                 limits,
                 None if lending is None else Lender(scheduler, lending),
+                vocab_size=completion_runner.config.vocab_size,
             ),
             overlap=overlap,
             prefix_cache=completion_cache,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ipc import AddRequest
+from kv_transfer.messages import ChoiceStart
 from tests.engine.pair import (
     BLOCK_SIZE,
     CHUNK,
@@ -344,6 +345,21 @@ def test_an_offer_of_choices_that_nobody_asked_for_is_refused(
     with engine_pair(checkpoint) as pair:
         pair.add_prompt("a", [5, 6, 7], SAMPLED, offered)
         pair.add_completion("a", [5, 6, 7], SAMPLED, asked)
+        pair.run_until(lambda: pair.completion.has_ended("a"), "the refusal")
+        end = pair.completion.answers["a"].end
+        assert end is not None
+        assert end.failure is not None
+        assert (end.failure.status, end.failure.error.code) == (409, "handover_mismatch")
+        pair.run_until_drained()
+
+
+def test_a_first_token_outside_the_vocabulary_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_pair(checkpoint) as pair:
+        monkeypatch.setattr(pair.prompt.choices, "starts", lambda _: (ChoiceStart(0, 128),))
+        pair.add_prompt("a", [5, 6, 7], SAMPLED)
+        pair.add_completion("a", [5, 6, 7], SAMPLED)
         pair.run_until(lambda: pair.completion.has_ended("a"), "the refusal")
         end = pair.completion.answers["a"].end
         assert end is not None

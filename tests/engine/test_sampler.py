@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelOutputError
+from engine.logit_edits import LogitEdits
 from engine.noise import philox, uniform_noise
 from engine.sampler import NO_LOGPROBS, SampledTokens, Sampler, SamplingRows
 
@@ -248,3 +249,16 @@ def test_logits_that_are_not_numbers_are_refused_by_row(bad: float) -> None:
     logits[1, 4] = bad
     with pytest.raises(ModelOutputError, match=r"rows \[1\]"):
         Sampler().sample(logits, rows_of(3))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_nothing_left_is_named_and_takes_the_models_first_choice(temperature: float) -> None:
+    """The other rows draw what they draw without it."""
+    edits, rows = LogitEdits(), rows_of(3, temperature=temperature, seed=np.arange(3), num_logprobs=2)
+    edits.ban(1, np.arange(VOCAB))
+    edited = Sampler().sample(LOGITS.expand(3, -1).clone(), rows, edits)
+    plain = sample(LOGITS, rows)
+    assert edited.dead_ends == (1,)
+    assert edited.token_ids[1] == LOGITS.argmax()
+    assert edited.token_ids[[0, 2]].tolist() == plain.token_ids[[0, 2]].tolist()
+    assert plain.dead_ends == ()

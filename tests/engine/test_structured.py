@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 
 from engine.errors import GrammarError
@@ -27,7 +28,14 @@ from tests.engine.grammar_tokenizer import (
     vocabulary,
 )
 from tests.engine.pair import TestEngine, tiny_checkpoint
-from tests.engine.tiny_engine import DirectPair, TinyModel, normal_engine
+from tests.engine.tiny_engine import (
+    DirectPair,
+    Request,
+    TinyModel,
+    ToldDrafter,
+    answers_alone,
+    normal_engine,
+)
 from wire.sampling import SamplingParams, StructuredOutput, StructureKind
 
 SUITE = Path(__file__).parents[1] / "data" / "json_schemas" / "suite_sample.jsonl.gz"
@@ -249,6 +257,56 @@ def test_a_token_that_the_grammar_does_not_allow_fails_the_request(
     assert end is not None
     assert end.finish_reason == "structured_output_failed"
     assert engine.is_drained
+
+
+DEAD_END = ("a", "!", "b", "!", "a")
+"""Texts of single tokens, which a grammar wants to be followed by what no text is."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_a_grammar_that_allows_no_token_fails_its_request_alone(
+    model: TinyModel, grammars: Grammars, temperature: float, overlap: bool, num_draft_tokens: int
+) -> None:
+    plain = Request("plain", (5, 6, 7), SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True))
+    expected = answers_alone(model, [plain])
+    told = {"dead": [vocabulary().index(text) for text in DEAD_END] + [0] * 90, **expected}
+    engine = normal_engine(
+        model.runner(64),
+        grammars=grammars,
+        overlap=overlap,
+        num_draft_tokens=num_draft_tokens,
+        drafter=ToldDrafter(told, 3),
+    )
+    dead = request("dead", "regex", "".join(DEAD_END) + r"[^\s\S]", temperature=temperature)
+    run(engine, dead, plain.message())
+    end = engine.answers["dead"].end
+    assert end is not None
+    assert end.finish_reason == "structured_output_failed"
+    assert "".join(DEAD_END).startswith(text_of(engine.answers["dead"].token_ids))
+    assert engine.answers["plain"].token_ids == expected["plain"]
+    while engine.engine.has_work:
+        engine.turn()
+    assert engine.is_drained
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prompt_engine_hands_no_token_over_that_its_grammar_does_not_allow(
+    model: TinyModel, grammars: Grammars, temperature: float, num_choices: int
+) -> None:
+    pair = DirectPair(model.runner(64), model.runner(64), overlap=False, grammars=grammars)
+    dead = request("a", "ebnf", "root ::= root", temperature=temperature)
+    pair.prompt.engine.add(msgspec.structs.replace(dead, num_completions=num_choices))
+    while not pair.prompt.has_ended("a"):
+        pair.prompt.turn()
+    end = pair.prompt.answers["a"].end
+    assert end is not None
+    assert end.finish_reason == "structured_output_failed"
+    assert not pair.prompt.answers["a"].token_ids
+    assert pair.num_offers == 0
+    assert pair.prompt.is_drained
 
 
 def test_a_sequence_with_a_structure_is_ended_rather_than_computed_again(
