@@ -29,14 +29,21 @@ COMPILE_LIMIT_S = 30.0
 """A request whose structure is not compiled by then is refused."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled one. A sequence carries its own along: it may be kept no more when the sequence starts."""
+
+    compiled: "CompiledGrammar"
+
+
 class Matcher:
     """How far one sequence has come in its grammar. Not thread-safe."""
 
-    def __init__(self, grammar: "CompiledGrammar") -> None:
+    def __init__(self, grammar: Grammar) -> None:
         from xgrammar import GrammarMatcher
 
-        self._matcher = GrammarMatcher(grammar)
-        self._num_words = -(-grammar.tokenizer_info.vocab_size // 32)
+        self._matcher = GrammarMatcher(grammar.compiled)
+        self._num_words = -(-grammar.compiled.tokenizer_info.vocab_size // 32)
 
     def accept(self, token_ids: Iterable[int]) -> bool:
         """Go on by these tokens; False, and stay before the first one that the grammar does not allow."""
@@ -86,12 +93,12 @@ class Grammars:
         self._stop_token_ids = list(stop_token_ids)
         self._on_compiled = on_compiled
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        self._kept: OrderedDict[StructuredOutput, Future[CompiledGrammar]] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
         self._compiler: GrammarCompiler | None = None
         self._lock = Lock()
         """Held while the compiler is made."""
 
-    def compile(self, structured: StructuredOutput) -> "Future[CompiledGrammar]":
+    def compile(self, structured: StructuredOutput) -> Future[Grammar]:
         """Its exception is a `GrammarError` where the structure cannot be obeyed."""
         future = self._kept.get(structured)
         if future is None:
@@ -102,19 +109,15 @@ class Grammars:
         self._kept.move_to_end(structured)
         return future
 
-    def matcher(self, structured: StructuredOutput) -> Matcher:
-        """A matcher at the beginning; waits for the compiler only if the grammar was not kept."""
-        return Matcher(self.compile(structured).result())
-
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, structured: StructuredOutput) -> "CompiledGrammar":
+    def _compile(self, structured: StructuredOutput) -> Grammar:
         with self._lock:
             if self._compiler is None:
                 self._compiler = self._make_compiler()
         try:
-            return _compile(self._compiler, structured)
+            return Grammar(_compile(self._compiler, structured))
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(f"structured output ({structured.kind}): {_first_line(error)}") from None
 
@@ -128,7 +131,7 @@ class Grammars:
 @dataclass(frozen=True, slots=True)
 class _Held:
     request: AddRequest
-    grammar: "Future[CompiledGrammar]"
+    grammar: Future[Grammar]
     deadline_s: float
 
 
@@ -143,7 +146,7 @@ class GrammarAdmission:
         structured = request.sampling.structured
         assert structured is not None
         if self._grammars is None:
-            future: Future[CompiledGrammar] = Future()
+            future: Future[Grammar] = Future()
             future.set_exception(GrammarError("this engine was built without grammars"))
         else:
             future = self._grammars.compile(structured)
@@ -152,25 +155,25 @@ class GrammarAdmission:
     def drop(self, request_id: str) -> None:
         self._held = [held for held in self._held if held.request.request_id != request_id]
 
-    def ready(self, now_s: float) -> list[tuple[AddRequest, Exception | None]]:
-        """Requests that may start, or must be refused for the reason given; each once."""
+    def ready(self, now_s: float) -> list[tuple[AddRequest, Grammar | Exception]]:
+        """Requests that may start with this grammar, or must be refused for the reason given; each once."""
         if not self._held:
             return []
         over = [held for held in self._held if held.grammar.done() or held.deadline_s <= now_s]
         self._held = [held for held in self._held if held not in over]
-        return [(held.request, _error_of(held.grammar)) for held in over]
+        return [(held.request, _result_of(held.grammar)) for held in over]
 
     def close(self) -> None:
         if self._grammars is not None:
             self._grammars.close()
 
 
-def _error_of(future: "Future[CompiledGrammar]") -> Exception | None:
+def _result_of(future: Future[Grammar]) -> Grammar | Exception:
     if not future.done():
         return GrammarError(f"the structure takes more than {COMPILE_LIMIT_S:g} s to compile; simplify it")
     error = future.exception()
     assert error is None or isinstance(error, Exception)
-    return error
+    return error or future.result()
 
 
 def _compile(compiler: "GrammarCompiler", structured: StructuredOutput) -> "CompiledGrammar":

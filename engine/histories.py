@@ -8,7 +8,7 @@ thrown away, or a rejected draft, needs no undoing.
 
 from dataclasses import dataclass
 
-from engine.grammars import Grammars, Matcher
+from engine.grammars import Grammar, Matcher
 from engine.token_counts import TokenCounts
 from shared_scheduler import Cohort, SchedulerOutputs, Sequence
 from wire.sampling import SamplingParams
@@ -51,8 +51,7 @@ class HistoryUpdate:
 class Histories:
     """The engine thread's side. A sequence carries its history along."""
 
-    def __init__(self, grammars: Grammars | None = None) -> None:
-        self._grammars = grammars
+    def __init__(self) -> None:
         self._cohort: Cohort | None = None
         self._needy: list[tuple[int, Sequence]] = []
 
@@ -70,7 +69,7 @@ class Histories:
     def _update(self, index: int, sequence: Sequence) -> HistoryUpdate:
         history = sequence.history
         if history is None:
-            history = sequence.history = TokenHistory(self._matcher(sequence))
+            history = sequence.history = TokenHistory(_matcher(sequence))
         assert isinstance(history, TokenHistory)
         tokens, num_prompt = sequence.token_array(), sequence.num_prompt_tokens
         start, history.num_sent = history.num_sent, tokens.size
@@ -82,10 +81,12 @@ class Histories:
             tokens[max(start, num_prompt) :].tolist(),
         )
 
-    def _matcher(self, sequence: Sequence) -> Matcher | None:
-        structured = sequence.sampling.structured
-        if structured is None:
-            return None
-        assert self._grammars is not None, "requests with a structure are refused without grammars"
-        sequence.structured.started = True
-        return self._grammars.matcher(structured)
+
+def _matcher(sequence: Sequence) -> Matcher | None:
+    """At the grammar's beginning. Steps wait for this, so it never compiles."""
+    if sequence.sampling.structured is None:
+        return None
+    grammar = sequence.structured.grammar
+    assert isinstance(grammar, Grammar), "a request with a structure starts once it is compiled"
+    sequence.structured.started = True
+    return Matcher(grammar)

@@ -13,7 +13,7 @@ from engine.activity import ActivityLog
 from engine.choices import Choices, FirstDraws
 from engine.copies import has_copies
 from engine.drafters import Drafter
-from engine.grammars import GrammarAdmission, Grammars
+from engine.grammars import Grammar, GrammarAdmission, Grammars
 from engine.group import Solo, StepGroup
 from engine.handover_role import HandoverRole
 from engine.histories import Histories
@@ -88,7 +88,7 @@ class LLMEngine:
         self._role = role
         self._choices = choices or Choices(scheduler)
         self._group = group or Solo()
-        self._histories = Histories(grammars)
+        self._histories = Histories()
         self._admission = GrammarAdmission(grammars)
         self._speculation = None if drafter is None else Speculation(scheduler, drafter)
         self._clock = clock
@@ -129,8 +129,9 @@ class LLMEngine:
         else:
             self._admission.hold(request, self._clock())
 
-    def _start(self, request: AddRequest) -> None:
+    def _start(self, request: AddRequest, grammar: Grammar | None = None) -> None:
         sequence = self._sequence(request)
+        sequence.structured.grammar = grammar
         try:
             self._choices.check(request)
             self._role.start(request, sequence, self._clock())
@@ -172,11 +173,11 @@ class LLMEngine:
 
     def poll(self) -> Items[RequestOutput]:
         """Handle what the transfer threads and the grammar compiler reported; returns the failures."""
-        for request, error in self._admission.ready(self._clock()):
-            if error is None:
-                self._start(request)
+        for request, result in self._admission.ready(self._clock()):
+            if isinstance(result, Grammar):
+                self._start(request, result)
             else:
-                self._refuse(request, error)
+                self._refuse(request, result)
         refused, self._refused = self._refused, []
         return (*refused, *self._choices.addressed(self._role.poll(self._clock())))
 

@@ -70,6 +70,7 @@ class Forks:
             cache_salt=parent.cache_salt,
         )
         child.structured.started = parent.structured.started
+        child.structured.grammar = parent.structured.grammar
         child.store_tokens(outputs if output_token_ids is None else np.array(output_token_ids, np.int32))
         return child
 

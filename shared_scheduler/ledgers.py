@@ -163,7 +163,9 @@ class DraftLedger:
 class StructuredLedger:
     """Whether a grammar constrains the sequence. Once it has started, it must never be recomputed."""
 
-    __slots__ = ("started",)
+    __slots__ = ("grammar", "started")
 
-    def __init__(self, started: bool = False) -> None:
+    def __init__(self, started: bool = False, grammar: object | None = None) -> None:
         self.started = started
+        self.grammar = grammar
+        """As the engine compiled it; carried along, never read here."""

@@ -27,7 +27,7 @@ from tests.engine.grammar_tokenizer import (
     tiny_tokenizer,
     vocabulary,
 )
-from tests.engine.pair import TestEngine, tiny_checkpoint
+from tests.engine.pair import TestEngine, answer_id, tiny_checkpoint
 from tests.engine.tiny_engine import (
     DirectPair,
     Request,
@@ -164,7 +164,7 @@ def test_no_instance_that_a_schema_forbids_is_accepted(grammars: Grammars) -> No
         if future.exception() is not None:
             continue
         for test in group["tests"]:
-            matcher = GrammarMatcher(future.result(), terminate_without_stop_token=True)
+            matcher = GrammarMatcher(future.result().compiled, terminate_without_stop_token=True)
             text = json.dumps(test["data"], ensure_ascii=False)
             if matcher.accept_string(text) and matcher.is_completed():
                 assert test["valid"], (group["description"], text)
@@ -313,7 +313,7 @@ def test_a_sequence_with_a_structure_is_ended_rather_than_computed_again(
     model: TinyModel, grammars: Grammars
 ) -> None:
     engine = normal_engine(model.runner(9), grammars=grammars, stop_preempted_request=False)
-    grammars.matcher(StructuredOutput(kind="regex", value="(ab|cd){30}"))
+    grammars.compile(StructuredOutput(kind="regex", value="(ab|cd){30}")).result()
     both = [request(name, "regex", "(ab|cd){30}", max_tokens=24) for name in "ab"]
     run(engine, *both)
     reasons = [answer.end.finish_reason for answer in engine.answers.values() if answer.end]
@@ -330,4 +330,26 @@ def test_grammars_are_kept_and_the_oldest_go(grammars: Grammars) -> None:
         grammars.compile(structure(i))
     assert grammars.compile(structure(0)) is not first
     with pytest.raises(GrammarError):
-        grammars.matcher(StructuredOutput(kind="choice", value="[]"))
+        grammars.compile(StructuredOutput(kind="choice", value="[]")).result()
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_step_never_compiles(
+    model: TinyModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, num_choices: int
+) -> None:
+    """Not even where a grammar is kept no more when its sequence, or a fork of it, takes its first step."""
+    engine = normal_engine(model.runner(64), grammars=grammars)
+    message = request("a", "regex", "(ab|cd){4}")
+    engine.engine.add(msgspec.structs.replace(message, num_completions=num_choices))
+    deadline_s = time.monotonic() + DEADLINE_S
+    while engine.scheduler.get("a") is None:
+        assert time.monotonic() < deadline_s
+        engine.engine.poll()
+    for i in range(NUM_KEPT):
+        grammars.compile(StructuredOutput(kind="choice", value=json.dumps([f"crowd {i}"])))
+    monkeypatch.setattr(grammars, "compile", None)
+    while not engine.has_ended("a"):
+        engine.turn()
+    for choice in range(num_choices):
+        answer = engine.answers[answer_id("a", choice)]
+        assert re.fullmatch("(ab|cd){4}", text_of(answer.token_ids))
