@@ -5,6 +5,7 @@ EngineError
 ├── KVPoolError         the KV pool cannot be made; the message names --kv-bytes or --block-size
 ├── ModelNotSupportedError  neither we nor transformers can compute this model; one line that says why
 ├── GrammarError        a structure that no answer can be held to
+├── GrammarQueueFull    a structure that cannot be compiled now
 ├── WeightFormatError   the weights cannot be kept in the form asked for by --dtype
 └── ModelOutputError    the model produced something that no token can be drawn from
 """
@@ -28,6 +29,10 @@ class ModelNotSupportedError(EngineError):
 
 class GrammarError(EngineError, ValueError):
     """Structured output of a kind or with keywords that cannot be obeyed."""
+
+
+class GrammarQueueFull(EngineError):
+    """Too many structures wait for a compiler; the same request may be served later."""
 
 
 class WeightFormatError(EngineError, ValueError):

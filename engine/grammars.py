@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from tokenizers import Tokenizer
 
-from engine.errors import GrammarError
+from engine.errors import GrammarError, GrammarQueueFull
 from engine.ipc import AddRequest
 from engine.json_schemas import UnsupportedSchema, narrowed_schema
 from wire.sampling import StructuredOutput
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 NUM_KEPT = 64
 NUM_THREADS = 2
+MAX_WAITING = 64
+"""Grammars that wait for one of these threads; what comes on top of them is refused."""
 COMPILE_LIMIT_S = 30.0
 """A request whose structure is not compiled by then is refused."""
 
@@ -94,20 +96,31 @@ class Grammars:
         self._on_compiled = on_compiled
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._kept: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
+        self._waiting: list[Future[Grammar]] = []
+        """Those that no thread had begun when we last looked."""
         self._compiler: GrammarCompiler | None = None
         self._lock = Lock()
         """Held while the compiler is made."""
 
     def compile(self, structured: StructuredOutput) -> Future[Grammar]:
-        """Its exception is a `GrammarError` where the structure cannot be obeyed."""
+        """Its exception: `GrammarError` for a structure that cannot be obeyed, or `GrammarQueueFull`."""
         future = self._kept.get(structured)
         if future is None:
+            self._waiting = [other for other in self._waiting if not (other.running() or other.done())]
+            if len(self._waiting) >= MAX_WAITING:
+                return _failed(GrammarQueueFull(f"{MAX_WAITING} other structures wait to be compiled"))
             future = self._kept[structured] = self._pool.submit(self._compile, structured)
+            self._waiting.append(future)
             future.add_done_callback(lambda _: self._on_compiled())
             if len(self._kept) > NUM_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(structured)
         return future
+
+    def give_up(self, structured: StructuredOutput, grammar: Future[Grammar]) -> None:
+        """Nobody waits for it any more. One that a thread has begun is kept: who asks again can join."""
+        if grammar.cancel() and self._kept.get(structured) is grammar:
+            del self._kept[structured]
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -146,26 +159,41 @@ class GrammarAdmission:
         structured = request.sampling.structured
         assert structured is not None
         if self._grammars is None:
-            future: Future[Grammar] = Future()
-            future.set_exception(GrammarError("this engine was built without grammars"))
+            future = _failed(GrammarError("this engine was built without grammars"))
         else:
             future = self._grammars.compile(structured)
         self._held.append(_Held(request, future, now_s + COMPILE_LIMIT_S))
 
     def drop(self, request_id: str) -> None:
-        self._held = [held for held in self._held if held.request.request_id != request_id]
+        self._let_go([held for held in self._held if held.request.request_id == request_id])
 
     def ready(self, now_s: float) -> list[tuple[AddRequest, Grammar | Exception]]:
         """Requests that may start with this grammar, or must be refused for the reason given; each once."""
         if not self._held:
             return []
         over = [held for held in self._held if held.grammar.done() or held.deadline_s <= now_s]
-        self._held = [held for held in self._held if held not in over]
-        return [(held.request, _result_of(held.grammar)) for held in over]
+        results = [(held.request, _result_of(held.grammar)) for held in over]
+        self._let_go(over)
+        return results
 
     def close(self) -> None:
         if self._grammars is not None:
             self._grammars.close()
+
+    def _let_go(self, gone: list[_Held]) -> None:
+        """A grammar goes with the last request that waits for it."""
+        self._held = [held for held in self._held if held not in gone]
+        wanted = {id(held.grammar) for held in self._held}
+        for held in gone:
+            if self._grammars is not None and id(held.grammar) not in wanted:
+                assert held.request.sampling.structured is not None
+                self._grammars.give_up(held.request.sampling.structured, held.grammar)
+
+
+def _failed(error: Exception) -> Future[Grammar]:
+    future: Future[Grammar] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _result_of(future: Future[Grammar]) -> Grammar | Exception:

@@ -13,6 +13,7 @@ from engine.activity import ActivityLog
 from engine.choices import Choices, FirstDraws
 from engine.copies import has_copies
 from engine.drafters import Drafter
+from engine.errors import GrammarQueueFull
 from engine.grammars import Grammar, GrammarAdmission, Grammars
 from engine.group import Solo, StepGroup
 from engine.handover_role import HandoverRole
@@ -141,10 +142,12 @@ class LLMEngine:
             self._choices.add(request)
 
     def _refuse(self, request: AddRequest, error: Exception) -> None:
-        failure = ServiceError(message=str(error), type="invalid_request_error")
-        self._refused.append(
-            RequestOutput(request_id=request.request_id, failure=RequestFailure(400, failure), is_last=True)
-        )
+        if isinstance(error, GrammarQueueFull):
+            message = ServiceError(message=str(error), type="server_error", code="grammar_queue_full")
+            failure = RequestFailure(503, message)
+        else:
+            failure = RequestFailure(400, ServiceError(message=str(error), type="invalid_request_error"))
+        self._refused.append(RequestOutput(request_id=request.request_id, failure=failure, is_last=True))
 
     def _sequence(self, request: AddRequest) -> Sequence:
         """Replayed tokens are output, as those of a preempted sequence: computed again, never sampled."""

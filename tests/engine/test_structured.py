@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -13,9 +14,10 @@ from typing import Any
 import jsonschema_rs
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from engine.errors import GrammarError
-from engine.grammars import COMPILE_LIMIT_S, NUM_KEPT, Grammars
+from engine.grammars import COMPILE_LIMIT_S, MAX_WAITING, NUM_KEPT, NUM_THREADS, Grammars
 from engine.ipc import AddRequest
 from engine.json_schemas import UnsupportedSchema, narrowed_schema
 from shared_scheduler import Sequence, SequenceStatus
@@ -327,7 +329,7 @@ def test_grammars_are_kept_and_the_oldest_go(grammars: Grammars) -> None:
     first = grammars.compile(structure(0))
     assert grammars.compile(structure(0)) is first
     for i in range(1, NUM_KEPT + 1):
-        grammars.compile(structure(i))
+        grammars.compile(structure(i)).result()
     assert grammars.compile(structure(0)) is not first
     with pytest.raises(GrammarError):
         grammars.compile(StructuredOutput(kind="choice", value="[]")).result()
@@ -346,10 +348,76 @@ def test_a_step_never_compiles(
         assert time.monotonic() < deadline_s
         engine.engine.poll()
     for i in range(NUM_KEPT):
-        grammars.compile(StructuredOutput(kind="choice", value=json.dumps([f"crowd {i}"])))
+        grammars.compile(StructuredOutput(kind="choice", value=json.dumps([f"crowd {i}"]))).result()
     monkeypatch.setattr(grammars, "compile", None)
     while not engine.has_ended("a"):
         engine.turn()
     for choice in range(num_choices):
         answer = engine.answers[answer_id("a", choice)]
         assert re.fullmatch("(ab|cd){4}", text_of(answer.token_ids))
+
+
+@pytest.fixture
+def busy_grammars() -> Iterator[Grammars]:
+    """Their threads wait inside a tokenizer until the test is over."""
+    may_go_on = threading.Event()
+
+    def tokenizer() -> Tokenizer:
+        assert may_go_on.wait(DEADLINE_S)
+        return tiny_tokenizer()
+
+    grammars = Grammars(tokenizer, VOCAB_SIZE, (EOS,))
+    begun = [grammars.compile(StructuredOutput(kind="regex", value=f"begun{i}")) for i in range(NUM_THREADS)]
+    while not all(future.running() for future in begun):
+        time.sleep(0.001)
+    yield grammars
+    may_go_on.set()
+    grammars.close()
+
+
+@pytest.mark.parametrize("leaves_by", ["abort", "limit"])
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
+    model: TinyModel, busy_grammars: Grammars, leaves_by: str
+) -> None:
+    now_s = 0.0
+    engine = normal_engine(model.runner(16), grammars=busy_grammars, clock=lambda: now_s)
+    for name in "ab":
+        engine.engine.add(request(name, "regex", "x"))
+    waiting = busy_grammars.compile(StructuredOutput(kind="regex", value="x"))
+    engine.engine.abort("a")
+    assert not waiting.cancelled()
+    if leaves_by == "abort":
+        engine.engine.abort("b")
+    else:
+        now_s = COMPILE_LIMIT_S
+        engine.turn()
+        assert engine.has_ended("b")
+    assert waiting.cancelled()
+    assert busy_grammars.compile(StructuredOutput(kind="regex", value="x")) is not waiting
+
+
+def test_a_grammar_that_a_thread_has_begun_is_kept_for_who_asks_again(
+    model: TinyModel, busy_grammars: Grammars
+) -> None:
+    begun = busy_grammars.compile(StructuredOutput(kind="regex", value="begun0"))
+    engine = normal_engine(model.runner(16), grammars=busy_grammars)
+    engine.engine.add(request("a", "regex", "begun0"))
+    engine.engine.abort("a")
+    assert busy_grammars.compile(StructuredOutput(kind="regex", value="begun0")) is begun
+
+
+def test_a_structure_behind_too_many_others_is_refused_until_one_leaves(
+    model: TinyModel, busy_grammars: Grammars
+) -> None:
+    engine = normal_engine(model.runner(16), grammars=busy_grammars)
+    for i in range(MAX_WAITING + 1):
+        engine.engine.add(request(str(i), "regex", f"x{i}"))
+    engine.turn()
+    end = engine.answers[str(MAX_WAITING)].end
+    assert end is not None
+    assert end.failure is not None
+    assert (end.failure.status, end.failure.error.code) == (503, "grammar_queue_full")
+    engine.engine.abort("0")
+    engine.engine.add(request("again", "regex", f"x{MAX_WAITING}"))
+    engine.turn()
+    assert engine.ended == {str(MAX_WAITING)}
