@@ -53,17 +53,16 @@ class TokenLinks:
         self._service_token = service_token
         self._connect_timeout_s = connect_timeout_s
         self._links: dict[str, TokenLink] = {}
-        self._connecting: dict[str, asyncio.Lock] = {}
+        self._connecting: dict[str, asyncio.Task[TokenLink]] = {}
 
     async def open(self, engine: Engine, request: CompletionRequest) -> "LinkedLeg":
         """A stream that the engine has been asked for; raises `EngineUnreachable`."""
-        async with self._connecting.setdefault(engine.url, asyncio.Lock()):
-            link = self._links.get(engine.url)
-            if link is None or link.is_closed:
-                link = self._links[engine.url] = await self._connect(engine)
+        link = await self._link(engine)
         return link.open(engine, request, self._waits)
 
     def close(self) -> None:
+        for connecting in self._connecting.values():
+            connecting.cancel()
         for link in self._links.values():
             link.close("the proxy is shutting down")
 
@@ -71,23 +70,45 @@ class TokenLinks:
         """Once nothing is open, no link knows of a stream."""
         assert not any(link.num_streams for link in self._links.values())
 
-    async def _connect(self, engine: Engine) -> "TokenLink":
-        address = urlsplit(engine.url)
-        is_tls = address.scheme == "https"
-        loop = asyncio.get_running_loop()
+    async def _link(self, engine: Engine) -> "TokenLink":
+        """All who need a new link wait for the same attempt, and fail with it."""
+        link = self._links.get(engine.url)
+        if link is not None and not link.is_closed:
+            return link
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, link = await loop.create_connection(
-                    lambda: TokenLink(self._head(address.netloc)),
-                    address.hostname or "",
-                    address.port or (443 if is_tls else 80),
-                    ssl=is_tls or None,
-                )
+            async with self._waits.on(engine, None):
+                link = await asyncio.shield(self._attempt(engine.url))
+            if link.is_closed:
+                raise ConnectionError("the connection was closed at once")
         except (OSError, TimeoutError) as error:
             reason = str(error) or "timed out"
             raise EngineUnreachable(
                 engine.role, f"the {engine.role} engine cannot be reached: {reason}"
             ) from error
+        return link
+
+    def _attempt(self, url: str) -> "asyncio.Task[TokenLink]":
+        attempt = self._connecting.get(url)
+        if attempt is None:
+            attempt = self._connecting[url] = asyncio.create_task(self._connect(url))
+            attempt.add_done_callback(partial(self._connected, url))
+        return attempt
+
+    def _connected(self, url: str, attempt: "asyncio.Task[TokenLink]") -> None:
+        del self._connecting[url]
+        if not attempt.cancelled() and attempt.exception() is None:
+            self._links[url] = attempt.result()
+
+    async def _connect(self, url: str) -> "TokenLink":
+        address = urlsplit(url)
+        is_tls = address.scheme == "https"
+        async with asyncio.timeout(self._connect_timeout_s):
+            _, link = await asyncio.get_running_loop().create_connection(
+                lambda: TokenLink(self._head(address.netloc)),
+                address.hostname or "",
+                address.port or (443 if is_tls else 80),
+                ssl=is_tls or None,
+            )
         return link
 
     def _head(self, host: str) -> bytes:
