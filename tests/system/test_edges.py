@@ -113,7 +113,12 @@ def test_streamed_chat_equals_the_same_chat_in_one_piece(stack: RunningStack) ->
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == whole.choices[0].message.content
     assert "Paris" in text
-    assert chunks[-1].usage == whole.usage
+    said, cold = chunks[-1].usage, whole.usage
+    assert said is not None
+    assert cold is not None
+    # The second one finds the prompt of the first cached.
+    assert (said.prompt_tokens, said.completion_tokens) == (cold.prompt_tokens, cold.completion_tokens)
+    assert said.total_tokens == cold.total_tokens
 
 
 def test_the_same_seed_gives_the_same_sampled_text_and_another_seed_another(stack: RunningStack) -> None:
