@@ -20,7 +20,7 @@ class PromptServiceSettings(EngineServiceSettings):
     )
 
     pull_back_min_tokens: int = Field(
-        64, ge=1, description="fetch cached blocks from completion engines where they save so many tokens"
+        128, ge=1, description="fetch cached blocks from completion engines where they save so many tokens"
     )
     pull_back_wait_s: float = Field(2.0, gt=0, description="how long a prompt may wait for them")
 
