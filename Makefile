@@ -27,8 +27,9 @@ $(NODE_STAMP): tests/node/package.json
 serve: setup
 	$(BIN)/tandem serve $(ARGS)
 
+# Two workers: one for the tests of real processes, one for the others (tests/conftest.py).
 test: setup $(NODE_STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .
