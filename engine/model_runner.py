@@ -12,8 +12,8 @@ import torch
 
 from engine.errors import ModelNotSupportedError
 from engine.kv_pool import KVLayout, KVPool
-from engine.model.attention import plan_attention
-from engine.model.interface import DecoderModel, StepInputs
+from engine.model.attention import TorchAttention
+from engine.model.interface import AttentionBackend, DecoderModel, StepInputs
 from engine.model.linear import check_weight_format
 from engine.model.loader import load_model
 from engine.state_pool import StatePool
@@ -71,8 +71,16 @@ class PoolSizes:
 class ModelRunner:
     """The runner of the own forward pass."""
 
-    def __init__(self, model: DecoderModel, config: ModelConfig, kv_pool: KVPool) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        config: ModelConfig,
+        kv_pool: KVPool,
+        attention: AttentionBackend | None = None,
+    ) -> None:
+        """`attention`: None takes torch's own operations."""
         self._model = model
+        self._attention = attention or TorchAttention()
         self.config = config
         self.kv_pool = kv_pool
         self.states: StatePool | None = None
@@ -86,7 +94,7 @@ class ModelRunner:
         """
         if logit_rows is None:
             logit_rows = np.cumsum(batch.seqlens_q) - 1
-        plan = plan_attention(
+        plan = self._attention.plan(
             self.kv_pool.layout,
             slot_mapping=batch.slot_mapping,
             seqlens_q=batch.seqlens_q,

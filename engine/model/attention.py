@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from engine.kv_pool import KVLayout, KVPool
+from engine.model.interface import Int32Array
 
 _GROUP_OVERHEAD_TOKENS = 512
 """A further group costs about as much as attending to this many padding tokens."""
 _PADDING_SHARE = 0.25
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,33 @@ class AttentionPlan:
     def is_one_part(self) -> bool:
         """One group or one chunk is the whole step, row by row."""
         return len(self.decodes) + len(self.chunks) == 1
+
+    def attend(self, pool: KVPool, layer: int, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """`StepAttention`."""
+        return attend(self, pool, layer, qkv, num_heads)
+
+
+class TorchAttention:
+    """The `AttentionBackend` of torch's own operations, for every processor."""
+
+    def plan(
+        self,
+        layout: KVLayout,
+        *,
+        slot_mapping: Int32Array,
+        seqlens_q: Int32Array,
+        seqlens_k: Int32Array,
+        block_tables: Int32Array,
+        sliding_window: int | None = None,
+    ) -> AttentionPlan:
+        return plan_attention(
+            layout,
+            slot_mapping=slot_mapping,
+            seqlens_q=seqlens_q,
+            seqlens_k=seqlens_k,
+            block_tables=block_tables,
+            sliding_window=sliding_window,
+        )
 
 
 def plan_attention(

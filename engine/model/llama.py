@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from engine.kv_pool import KVPool
-from engine.model.attention import attend
 from engine.model.interface import StepInputs
 from engine.model.linear import Linear
 from engine.model.rotary import rotate_
@@ -79,7 +78,7 @@ class LlamaModel:
                 F.rms_norm(rotated, (config.head_dim,), None, config.rms_norm_eps).mul_(layer.qk_norm)
             )
         rotate_(rotated, rotations)
-        return attend(inputs.attention, pool, index, qkv, config.num_heads)
+        return inputs.attention.attend(pool, index, qkv, config.num_heads)
 
     def _mlp(self, layer: LlamaLayer, hidden: torch.Tensor) -> torch.Tensor:
         gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
