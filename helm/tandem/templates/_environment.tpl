@@ -1,0 +1,53 @@
+{{/* A setting's value as its environment variable has it. YAML's numbers arrive as floats: 1073741824 must not become
+1.073741824e+09. Lists are joined with commas. */}}
+{{- define "tandem.settingText" -}}
+{{- if kindIs "slice" . -}}
+{{ join "," . }}
+{{- else if and (kindIs "float64" .) (eq . (floor .)) -}}
+{{ int64 . }}
+{{- else -}}
+{{ . }}
+{{- end -}}
+{{- end }}
+
+{{/* What a process is told: first what follows from the chart, then `settings`, then `extraEnv`. */}}
+{{- define "tandem.environment" -}}
+{{- $values := index .root.Values .role -}}
+{{- $prefix := printf "TANDEM_%s_" (upper .role) -}}
+- {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+- {name: {{ $prefix }}HOST, value: "0.0.0.0"}
+- {name: {{ $prefix }}PORT, value: {{ include "tandem.port" . | quote }}}
+- {name: {{ $prefix }}MODEL, value: {{ .root.Values.model.name | quote }}}
+{{- if eq .role "proxy" }}
+{{ include "tandem.discoveryEnvironment" .root }}
+{{- else }}
+- {name: {{ $prefix }}CONTROL_HOST, value: "$(POD_IP)"}
+{{- end }}
+{{- range $name, $value := $values.settings }}
+{{- if not (kindIs "invalid" $value) }}
+- {name: {{ $prefix }}{{ upper $name }}, value: {{ include "tandem.settingText" $value | quote }}}
+{{- end }}
+{{- end }}
+{{- with $values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.discoveryEnvironment" -}}
+{{- $discovery := .Values.proxy.discovery -}}
+{{- if eq $discovery "kubernetes" -}}
+- {name: TANDEM_PROXY_DISCOVERY, value: kubernetes}
+- {name: TANDEM_PROXY_DISCOVERY_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+{{- range $role := list "prompt" "completion" }}
+- {name: TANDEM_PROXY_{{ upper $role }}_SELECTOR, value: {{ include "tandem.selector" (dict "root" $ "role" $role) | quote }}}
+{{- end }}
+{{- else -}}
+{{- if eq $discovery "dns" }}
+- {name: TANDEM_PROXY_DISCOVERY, value: dns}
+{{- end }}
+{{- range $role := list "prompt" "completion" }}
+{{- $engines := dict "root" $ "role" $role }}
+- {name: TANDEM_PROXY_{{ upper $role }}_URL, value: "http://{{ include "tandem.name" $engines }}.{{ $.Release.Namespace }}.svc:{{ include "tandem.port" $engines }}"}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,56 @@
+{{/*
+Names and labels. Most templates here take (dict "root" $ "role" ROLE), ROLE being proxy, prompt or completion.
+*/}}
+
+{{/* At most 40 characters that a Service may have as its name. Where the release's name had to be changed, a hash of it
+tells "a.b" from "a-b". */}}
+{{- define "tandem.fullname" -}}
+{{- $wanted := .Values.fullnameOverride | default (contains "tandem" .Release.Name | ternary .Release.Name (printf "%s-tandem" .Release.Name)) -}}
+{{- $name := $wanted | lower | replace "." "-" -}}
+{{- if regexMatch "^[^a-z]" $name }}{{ $name = printf "r%s" $name }}{{ end -}}
+{{- if or (ne $name $wanted) (gt (len $name) 40) -}}
+{{- printf "%s-%s" ($name | trunc 31 | trimSuffix "-") ($wanted | sha256sum | trunc 8) -}}
+{{- else -}}
+{{- $name -}}
+{{- end -}}
+{{- end }}
+
+{{- define "tandem.name" -}}
+{{ include "tandem.fullname" .root }}-{{ .role }}
+{{- end }}
+
+{{/* These never change in a chart's life: a Deployment's selector cannot be changed. */}}
+{{- define "tandem.selectorLabels" -}}
+app.kubernetes.io/name: tandem
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{- define "tandem.labels" -}}
+{{ include "tandem.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "tandem-%s" .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The pods of a role, as a label selector in one line. */}}
+{{- define "tandem.selector" -}}
+app.kubernetes.io/name=tandem,app.kubernetes.io/instance={{ .root.Release.Name }},app.kubernetes.io/component={{ .role }}
+{{- end }}
+
+{{- define "tandem.serviceAccount" -}}
+{{- $account := (index .root.Values .role).serviceAccount -}}
+{{ $account.name | default (include "tandem.name" .) }}
+{{- end }}
+
+{{- define "tandem.image" -}}
+{{- $image := index .root.Values.images (eq .role "proxy" | ternary "proxy" "engine") -}}
+{{ $image.repository }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- define "tandem.port" -}}
+{{ index (dict "proxy" 8000 "prompt" 7001 "completion" 7002) .role }}
+{{- end }}

@@ -1,0 +1,11 @@
+import pytest
+
+from tests.k8s.tools import Tools, ToolsMissing, obtain_tools
+
+
+@pytest.fixture(scope="session")
+def tools() -> Tools:
+    try:
+        return obtain_tools()
+    except ToolsMissing as error:
+        pytest.skip(f"THE CHART IS NOT TESTED: {error}")
