@@ -3,7 +3,8 @@
 1. a link is opened; its frames are read and written until either side closes it
 2. each OpenStream is checked as a request of its own and goes to the engine, or is refused in its own stream
 3. whatever a step brings for any of its streams leaves as one frame
-4. when it closes, what is still open is aborted; a draining service closes it once its streams have ended
+4. a service that begins to drain says so at once, so that streams can be moved in time
+5. when it closes, what is still open is aborted; a draining service closes it once its streams have ended
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from engine.serving.supervisor import EngineSupervisor
 from wire.services import CompletionRequest
 from wire.token_link import (
     BEAT_S,
+    LINK,
     CloseStream,
     FrameSplitter,
     FrameTooLong,
@@ -49,9 +51,24 @@ class TokenLinkEndpoint:
         self._metrics = metrics
         self._supervisor = supervisor
         self._with_cached_tokens = with_cached_tokens
+        self._sessions: set[LinkSession] = set()
+        supervisor.on_drain = self._say_that_it_leaves
+
+    def _say_that_it_leaves(self) -> None:
+        for session in self._sessions:
+            session.say_that_it_leaves(self._supervisor.grace_left_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         session = LinkSession(self._check, self._metrics, with_cached_tokens=self._with_cached_tokens)
+        self._sessions.add(session)
+        if self._supervisor.state == "draining":
+            session.say_that_it_leaves(self._supervisor.grace_left_s)
+        try:
+            await self._serve(session, receive, send)
+        finally:
+            self._sessions.discard(session)
+
+    async def _serve(self, session: "LinkSession", receive: Receive, send: Send) -> None:
         await send(
             {"type": "http.response.start", "status": 200, "headers": [(b"cache-control", b"no-store")]}
         )
@@ -118,6 +135,10 @@ class LinkSession:
     def send(self, part: StreamPart) -> None:
         """With everything else that this turn of the event loop brings."""
         self._pending.append(part)
+        self._has_parts.set()
+
+    def say_that_it_leaves(self, grace_left_s: float) -> None:
+        self._pending.insert(0, StreamPart(LINK, leaves_in_s=grace_left_s))
         self._has_parts.set()
 
     def end(self, number: int) -> None:

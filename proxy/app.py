@@ -15,6 +15,7 @@ from proxy.activity import Activity
 from proxy.admission import Admission, AdmissionLimits
 from proxy.api_keys import ApiKeyCheck
 from proxy.cache_reader import CacheReader
+from proxy.departures import Departures
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
 from proxy.engine_transport import EngineTransport
@@ -60,7 +61,8 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
         caches = CacheReader(
             http, services.directory, services.routes.cache_changed, refresh_s=settings.refresh_s
         )
-        watching = [asyncio.create_task(owner.run()) for owner in (services.directory, caches)]
+        owners = (services.directory, caches, services.departures)
+        watching = [asyncio.create_task(owner.run()) for owner in owners]
         try:
             yield
         finally:
@@ -137,7 +139,12 @@ def _services(
     )
     loads = EngineLoads()
     links = (
-        TokenLinks(waits, service_token, connect_timeout_s=settings.connect_timeout_s)
+        TokenLinks(
+            waits,
+            service_token,
+            connect_timeout_s=settings.connect_timeout_s,
+            on_leaving=directory.leaves,
+        )
         if settings.token_link
         else None
     )
@@ -176,6 +183,7 @@ def _services(
         ),
         metrics=metrics,
         activity=Activity(),
+        departures=Departures(routes),
         draining=Draining(),
     )
 

@@ -15,6 +15,7 @@ from proxy.admission import Admission, Admitted
 from proxy.answers import AnswerShape, Choice, ChoiceClock
 from proxy.asgi import Receive, Scope, Send
 from proxy.client import Client, ClientGone
+from proxy.departures import Departures
 from proxy.draining import Draining
 from proxy.engines import EngineDirectory
 from proxy.errors import (
@@ -86,6 +87,7 @@ class ProxyServices:
     key_use: KeyUse
     metrics: ProxyMetrics
     activity: Activity
+    departures: Departures
     draining: Draining
 
 
@@ -332,7 +334,7 @@ class _Exchange:
     async def _run_route(self, route: Route, work: PromptWork, choices: Sequence[Choice]) -> None:
         services = self._services
         limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)
-        run = PromptRun(services.calls, services.routes, limits, self, new_handover_id)
+        run = PromptRun(services.calls, services.routes, limits, self, services.departures, new_handover_id)
         if self._admitted is not None and self._admitted.has_waited:
             route = services.routes.any(work) or route  # much may have changed while it waited
         await run.run(route, work, choices)

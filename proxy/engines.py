@@ -43,6 +43,8 @@ class Engine:
     is_ejected: bool = False
     """It says that it is ready, and fails what it is sent."""
     problem: str = "not asked yet"
+    leaves_at_s: float | None = None
+    """Its service drains, and cuts what is still open then (monotonic clock)."""
 
     @property
     def is_routable(self) -> bool:
@@ -157,6 +159,12 @@ class EngineDirectory:
             self._on_ejected(engine)
             asyncio.get_running_loop().call_later(pause_s, self._notify)
 
+    def leaves(self, url: str, leaves_in_s: float) -> None:
+        """The engine has said that it drains."""
+        watched = self._by_url.get(url)
+        if watched is not None:
+            self._set(watched, _leaving(watched.engine, leaves_in_s))
+
     def lost(self, engine: Engine) -> None:
         """The engine refuses connections: nothing is sent there until it has answered a probe."""
         watched = self._by_url[engine.url]
@@ -180,19 +188,20 @@ class EngineDirectory:
                 ready = await self._http.get(f"{engine.url}/health/ready")
                 if ready.status_code != 200:
                     watched.num_failed_probes = 0
-                    return replace(engine, is_ready=False, problem=_state_of(ready))
+                    return _as_it_says(engine, ready)
                 answer = await self._http.get(f"{engine.url}/info")
                 answer.raise_for_status()
             info = _info_decoder.decode(answer.content)
         except httpx.ConnectError as error:
-            return replace(engine, is_ready=False, info=None, problem=f"cannot connect ({error})")
+            problem = f"cannot connect ({error})"
+            return replace(engine, is_ready=False, info=None, problem=problem, leaves_at_s=None)
         except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError) as error:
             return self._after_failed_probe(watched, error)
         watched.num_failed_probes = 0
         if engine.info is not None and engine.info.epoch != info.epoch:
             watched.breaker = CLOSED
         problem = self._mismatch(engine, info)
-        return replace(engine, info=info, is_ready=not problem, problem=problem)
+        return replace(engine, info=info, is_ready=not problem, problem=problem, leaves_at_s=None)
 
     def _after_failed_probe(self, watched: _Watched, error: Exception) -> Engine:
         watched.num_failed_probes += 1
@@ -236,16 +245,26 @@ def _as_seen(watched: _Watched, now_s: float) -> Engine:
     return replace(engine, is_ejected=True, problem=problem)
 
 
-def _state_of(answer: httpx.Response) -> str:
-    """What a service that is not ready says of itself, such as `loading` or `draining`."""
+def _as_it_says(engine: Engine, answer: httpx.Response) -> Engine:
+    """An engine whose service is not ready, by what that says of itself, such as `loading` or `draining`."""
     try:
-        return _state_decoder.decode(answer.content).status
+        state = _state_decoder.decode(answer.content)
     except msgspec.MsgspecError:
-        return "not ready"
+        return replace(engine, is_ready=False, problem="not ready")
+    if state.grace_left_s is not None:
+        return _leaving(engine, state.grace_left_s)
+    return replace(engine, is_ready=False, problem=state.status, leaves_at_s=None)
+
+
+def _leaving(engine: Engine, leaves_in_s: float) -> Engine:
+    # Said again and again, always a little later: only the first time is a change.
+    leaves_at_s = engine.leaves_at_s or time.monotonic() + leaves_in_s
+    return replace(engine, is_ready=False, problem="draining", leaves_at_s=leaves_at_s)
 
 
 class _ServiceState(msgspec.Struct):
     status: str
+    grace_left_s: float | None = None
 
 
 _state_decoder = msgspec.json.Decoder(_ServiceState)

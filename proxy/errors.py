@@ -13,6 +13,7 @@ ProxyError
     ├── EngineUnreachable 503: no connection
     ├── EngineBroke       502: a connection that ended early, an answer outside the protocol
     ├── EngineTooSlow     504: the proxy gave up waiting
+    ├── EngineLeaves      503: it drains, its streams are moved
     └── EngineRefused     the engine's own status and error object
 """
 
@@ -125,10 +126,17 @@ class EngineFailure(ProxyError):
         return self.error.code in _OUT_OF_ROOM
 
     @property
+    def is_draining(self) -> bool:
+        """The engine is well, but its service ends soon."""
+        return self.error.code == EngineLeaves.code
+
+    @property
     def kind(self) -> str:
         """What happened, as a metric's label."""
         if self.is_out_of_room:
             return "out_of_room"
+        if self.is_draining:
+            return EngineLeaves.reason
         return "handover" if self.is_of_handover else self.reason
 
     @property
@@ -155,6 +163,14 @@ class EngineTooSlow(EngineFailure):
     status = 504
     code = "engine_timeout"
     reason = "timeout"
+
+
+class EngineLeaves(EngineFailure):
+    status = 503
+    error_type = "service_unavailable"
+    code = "engine_draining"
+    reason = "draining"
+    was_taken = False
 
 
 class EngineRefused(EngineFailure):

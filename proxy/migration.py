@@ -2,8 +2,9 @@
 
 1. run      all choices run on the route that was prepared for them
 2. retry    it failed before any token: the whole prompt runs again, on engines that have not failed it
-3. migrate  it failed later: each unfinished choice goes on by itself on another route; its prompt and the
-            tokens that its client has are prefilled there and replayed, so nothing is generated twice
+3. migrate  it failed later, or its engine leaves (`departures`): each unfinished choice goes on by itself on
+            another route; its prompt and the tokens that its client has are prefilled there and replayed, so
+            nothing is generated twice
 4. give up  the failure is the request's own (4xx), attempts or time are used up, or no engines are left:
             the failure is the client's
 
@@ -13,12 +14,14 @@ taken are counted against a limit: one that kills engines must not go through al
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from proxy.departures import Departures
 from proxy.engines import Engine, EngineStart
-from proxy.errors import EngineFailure
+from proxy.errors import EngineFailure, EngineLeaves
 from proxy.legs import EngineCalls
 from proxy.pairing import Route
 from proxy.request_flow import PromptWork, run_prompt
@@ -70,16 +73,42 @@ class FailureObserver(Protocol):
 class Progress:
     """A choice's sink that remembers how far the choice is."""
 
-    def __init__(self, sink: TokenSink) -> None:
+    def __init__(self, sink: TokenSink, work: PromptWork) -> None:
         self._sink = sink
+        self._max_tokens = work.sampling.max_tokens
+        self._began_s = 0.0
+        self._is_to_leave = False
+        self.num_tokens_at_end = work.num_tokens_at_end
         self.token_ids: list[int] = []
         self.is_done = False
 
     def accept(self, batch: TokenBatch) -> bool:
         wants_more = self._sink.accept(batch)
+        if not self.token_ids:
+            self._began_s = time.monotonic()
         self.token_ids += [token.token_id for token in batch.tokens]
         self.is_done = batch.finish_reason is not None or not wants_more
-        return wants_more
+        return wants_more and not self._is_to_leave
+
+    @property
+    def is_staying(self) -> bool:
+        return not (self.is_done or self._is_to_leave)
+
+    @property
+    def may_take_s(self) -> float:
+        """How long it goes on, at most and at its pace so far; 0 where that is not known yet."""
+        num_tokens = len(self.token_ids)
+        if num_tokens < 2:
+            return 0.0
+        elapsed_s = time.monotonic() - self._began_s
+        return (self._max_tokens - num_tokens) * elapsed_s / (num_tokens - 1)
+
+    def leave(self) -> None:
+        """The next token is the last one from where it runs."""
+        self._is_to_leave = True
+
+    def stay(self) -> None:
+        self._is_to_leave = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +119,19 @@ class PromptRun:
     routes: RouteSource
     limits: MigrationLimits
     observer: FailureObserver
+    departures: Departures
     new_id: Callable[[], str]
     """Draws hand-over ids."""
 
     async def run(self, route: Route, work: PromptWork, sinks: Sequence[TokenSink]) -> None:
         """Feed each choice's sink to its end; raises the `EngineFailure` that could not be helped."""
-        choices = [Progress(sink) for sink in sinks]
+        choices = [Progress(sink, work) for sink in sinks]
         attempts = _Attempts(self)
         attempt = work
         while True:
             self.routes.started(route, attempt)
             try:
-                await run_prompt(self.calls, route, attempt, choices)
+                await self._attempt(route, attempt, choices)
             except EngineFailure as failure:
                 attempts.failed(failure, route)
                 if any(choice.token_ids for choice in choices):
@@ -110,8 +140,15 @@ class PromptRun:
                 attempt = attempts.renamed(work)
             else:
                 self.routes.computed(route, [*work.prompt_token_ids, *choices[0].token_ids])
-                return
+                if all(choice.is_done for choice in choices):
+                    return
+                attempts.left(route)
+                break
         await self._migrate(attempts, work, choices)
+
+    async def _attempt(self, route: Route, work: PromptWork, choices: Sequence[Progress]) -> None:
+        with self.departures.staying(route.engines[-1], choices):
+            await run_prompt(self.calls, route, work, choices)
 
     async def _migrate(self, attempts: "_Attempts", work: PromptWork, choices: Sequence[Progress]) -> None:
         try:
@@ -133,13 +170,16 @@ class PromptRun:
             route = await attempts.migrate(attempt)
             self.routes.started(route, attempt)
             try:
-                await run_prompt(self.calls, route, attempt, [choice])
+                await self._attempt(route, attempt, [choice])
             except EngineFailure as failure:
                 if len(choice.token_ids) > num_before:
                     attempts.begin_wait()
                 attempts.failed(failure, route)
             else:
                 self.routes.computed(route, [*work.prompt_token_ids, *choice.token_ids])
+                if not choice.is_done:
+                    attempts.left(route)
+                    attempts.begin_wait()
 
 
 class _Attempts:
@@ -171,6 +211,12 @@ class _Attempts:
         if not failure.may_pass_elsewhere or self._num_taken > self._run.limits.max_migrations:
             raise failure
         self._failed |= {engine.start for engine in route.engines if _is_suspect(engine, failure)}
+
+    def left(self, route: Route) -> None:
+        """The route's engine drains; what goes on does so elsewhere."""
+        engine = route.engines[-1]
+        self._last = EngineLeaves(engine.role, f"the {engine.role} engine is shutting down")
+        self._failed |= {engine.start}
 
     def begin_wait(self) -> None:
         """The stream's client got something: the time to find engines begins anew."""

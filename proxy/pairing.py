@@ -151,6 +151,15 @@ def longest_model_len(fleet: FleetSnapshot) -> int | None:
     return longest_of_any(fleet)
 
 
+def longest_of_routes(fleet: FleetSnapshot) -> int:
+    """The tokens that some route takes from end to end; 0 where there is none."""
+    completions = fleet.routable("completion")
+    routes: list[HasEngines] = [Single(normal) for normal in fleet.routable("normal")]
+    for prompt in fleet.routable("prompt"):
+        routes += [Pair(prompt, completion) for completion in _partners(prompt, completions)]
+    return max(map(max_model_len, routes), default=0)
+
+
 def longest_of_any(fleet: FleetSnapshot) -> int | None:
     """The same where one leg of a route is enough."""
     if not any(engine.is_routable for engine in fleet.engines):

@@ -1,13 +1,14 @@
 """Finds engines for prompts among those that are fit now, and tells the directory how they did."""
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 
 from proxy.engines import Engine, EngineDirectory, EngineStart, FleetSnapshot
 from proxy.errors import EngineFailure, EngineUnreachable
 from proxy.kv_transfer_params import KvTransferParams
 from proxy.loads import EngineLoads
-from proxy.pairing import Knowledge, PairingRules, Route, choose_route
+from proxy.pairing import Knowledge, PairingRules, Route, choose_route, longest_of_routes
 from proxy.prefix_index import PrefixIndex
 from proxy.request_flow import PromptWork
 from proxy.role_policies import Ask
@@ -49,6 +50,19 @@ class Routes:
         fleet = self.snapshot().without(failed).taking(work.num_tokens_at_end)
         return self._choose(fleet, work.prompt_token_ids, None)
 
+    def longest(self) -> int:
+        """The tokens of prompt and completion together that some route takes now."""
+        return longest_of_routes(self.snapshot())
+
+    def leaving(self) -> dict[EngineStart, float]:
+        """How long engines that drain will stay."""
+        now_s = time.monotonic()
+        return {
+            engine.start: engine.leaves_at_s - now_s
+            for engine in self.snapshot().engines
+            if engine.leaves_at_s is not None
+        }
+
     def any(self, work: PromptWork) -> Route | None:
         """A route that takes all of `work`."""
         return self.fresh(work, frozenset())
@@ -83,7 +97,7 @@ class Routes:
             directory.suspect(engine)
         if isinstance(failure, EngineUnreachable):
             directory.lost(failed)
-        if not failure.is_out_of_room:
+        if not (failure.is_out_of_room or failure.is_draining):
             for engine in route.engines if failure.is_of_handover else (failed,):
                 directory.failed(engine)
 

@@ -32,6 +32,7 @@ from settings.secret_keys import SecretKeys
 from wire.services import CompletionRequest
 from wire.token_link import (
     BEAT_S,
+    LINK,
     LINK_PATH,
     CloseStream,
     FrameSplitter,
@@ -48,7 +49,16 @@ SILENT_S = 10 * BEAT_S
 class TokenLinks:
     """Opens a link to an engine when its first stream needs one."""
 
-    def __init__(self, waits: EngineWaits, service_token: SecretKeys, *, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        waits: EngineWaits,
+        service_token: SecretKeys,
+        *,
+        connect_timeout_s: float,
+        on_leaving: Callable[[str, float], None] = lambda url, leaves_in_s: None,
+    ) -> None:
+        """`on_leaving` is called when the engine at a URL says that it drains."""
+        self._on_leaving = on_leaving
         self._waits = waits
         self._service_token = service_token
         self._connect_timeout_s = connect_timeout_s
@@ -104,7 +114,7 @@ class TokenLinks:
         is_tls = address.scheme == "https"
         async with asyncio.timeout(self._connect_timeout_s):
             _, link = await asyncio.get_running_loop().create_connection(
-                lambda: TokenLink(self._head(address.netloc)),
+                lambda: TokenLink(self._head(address.netloc), partial(self._on_leaving, url)),
                 address.hostname or "",
                 address.port or (443 if is_tls else 80),
                 ssl=is_tls or None,
@@ -121,8 +131,9 @@ class TokenLinks:
 class TokenLink(asyncio.Protocol):
     """One connection; numbers its streams."""
 
-    def __init__(self, head: bytes) -> None:
+    def __init__(self, head: bytes, on_leaving: Callable[[float], None]) -> None:
         self._head = head
+        self._on_leaving = on_leaving
         self._parser = ResponseParser()
         self._frames = FrameSplitter()
         self._legs: dict[int, LinkedLeg] = {}
@@ -167,7 +178,10 @@ class TokenLink(asyncio.Protocol):
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _take_frame(self, data: bytes) -> None:
-        for number, batch in _by_stream(decode_to_proxy(data), self._legs):
+        parts = decode_to_proxy(data)
+        if parts and parts[0].stream == LINK:
+            self._on_leaving(parts[0].leaves_in_s or 0.0)
+        for number, batch in _by_stream(parts, self._legs):
             leg = self._legs.get(number)
             if leg is not None:
                 if batch.failure is not None:

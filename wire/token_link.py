@@ -8,6 +8,7 @@ four bytes of length (big endian) and so many bytes of msgpack.
                           <-   [StreamPart]       first either `is_accepted` or an error: the status line
                           <-   [StreamPart]       the tokens of one step, of every stream that has some
     CloseStream           ->                      nobody wants more: abort; unknown numbers are ignored
+                          <-   [StreamPart]       of stream LINK, first in its frame: the engine leaves soon
                           <-   []                 at least every BEAT_S: the service lives
 
 A stream's parts mean what `CompletionEvent` says; `POST /v1/completion` carries the same as SSE, one stream
@@ -23,6 +24,8 @@ from wire.services import FinishReason, OutputToken, ServiceError, TokenLogprobs
 
 LINK_PATH = "/v1/link"
 BEAT_S = 1.0
+LINK = 0
+"""The number of no stream: such a part is about the link itself."""
 MAX_FRAME_BYTES = 64 << 20
 
 _LENGTH = struct.Struct(">I")
@@ -53,6 +56,8 @@ class StreamPart(msgspec.Struct, frozen=True, array_like=True):
     error: ServiceError | None = None
     """Ends the stream."""
     error_status: int | None = None
+    leaves_in_s: float | None = None
+    """Of LINK: nothing new is taken, and what is open then will be cut."""
 
     def tokens(self) -> tuple[OutputToken, ...]:
         logprobs = self.logprobs or (None,) * len(self.token_ids)

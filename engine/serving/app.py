@@ -38,11 +38,13 @@ def create_service_app(
 
     @app.get("/health/ready")
     async def ready() -> JSONResponse:
-        body = {
+        body: dict[str, str | float] = {
             "status": supervisor.state,
             "stage": supervisor.progress.stage,
             "fraction": supervisor.progress.fraction,
         }
+        if supervisor.state == "draining":
+            body["grace_left_s"] = supervisor.grace_left_s
         return JSONResponse(body, status_code=200 if supervisor.state == "ready" else 503)
 
     @app.get("/info")

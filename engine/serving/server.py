@@ -5,7 +5,6 @@ import logging
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +20,9 @@ from processes.listener import ListenError, bind_listener
 from settings.secret_keys import SecretKeysError, secret_keys
 
 logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 1
+"""After the grace, or once nothing runs, connections have this long to be closed by the other side."""
 
 
 def run_service(
@@ -40,7 +42,7 @@ def run_service(
             app,
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=int(settings.grace_s),
+            timeout_graceful_shutdown=LAST_WORDS_S,
             lifespan="off",
         )
         server = DrainingServer(uvicorn_config, supervisor, settings.grace_s)
@@ -55,8 +57,8 @@ def run_service(
 class DrainingServer(uvicorn.Server):
     """uvicorn that drains the supervisor on the first signal and does not raise the signal again.
 
-    A service that holds prompts for readers keeps its port open until they are taken: whoever gives a
-    hand-over up must be able to say so.
+    The port stays open until nothing runs: probes hear that it drains, late requests are refused in so many
+    words, and whoever gives a hand-over up can say so.
     """
 
     def __init__(self, config: uvicorn.Config, supervisor: EngineSupervisor, grace_s: float) -> None:
@@ -76,23 +78,24 @@ class DrainingServer(uvicorn.Server):
         if self._stopping is not None:
             self.force_exit = self.should_exit = True  # a second signal does not wait for the grace to end
             return
-        self._supervisor.drain()
-        self._stopping = asyncio.get_running_loop().create_task(self._stop_when_handed_over())
+        supervisor = self._supervisor
+        logger.info("draining %d requests, for at most %g s", supervisor.num_open_requests, self._grace_s)
+        supervisor.drain(self._grace_s)
+        self._stopping = asyncio.get_running_loop().create_task(self._stop_when_idle())
 
-    async def _stop_when_handed_over(self) -> None:
-        started_s = time.monotonic()
-        if self._supervisor.holds_handovers:
-            try:
-                async with asyncio.timeout(self._grace_s):
-                    await self._supervisor.until_handed_over()
-            except TimeoutError:
-                logger.warning(
-                    "leaving with %d hand-overs that nobody has taken (--grace-s %g)",
-                    self._supervisor.num_held_handovers,
-                    self._grace_s,
-                )
-        left_s = self._grace_s - (time.monotonic() - started_s)
-        self.config.timeout_graceful_shutdown = max(1, int(left_s))
+    async def _stop_when_idle(self) -> None:
+        supervisor = self._supervisor
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await supervisor.until_idle()
+        except TimeoutError:
+            logger.warning(
+                "leaving with %d open requests and %d hand-overs that nobody has taken (--grace-s %g)",
+                supervisor.num_open_requests,
+                supervisor.num_held_handovers,
+                self._grace_s,
+            )
+        self.config.timeout_graceful_shutdown = LAST_WORDS_S
         self.should_exit = True
 
 

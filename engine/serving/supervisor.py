@@ -5,7 +5,8 @@
 3. lost      the process ended, or was ended because it fell silent: every open request fails at once, then
              1. again with a new epoch
 4. failed    the engine said it cannot start, or died too often while loading: the service ends
-5. stopped   the service is shutting down
+5. draining  nothing new is taken; what runs may end within a grace, and a restarted engine takes nothing
+6. stopped   the service is shutting down
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -58,6 +60,9 @@ class EngineSupervisor:
         self.cache_log = CacheLog()
         self.num_restarts = 0
         self._num_events = 0
+        self.on_drain: Callable[[], None] = _nothing
+        """Called when draining begins."""
+        self._leaves_at_s = 0.0
         self._heard = asyncio.Event()
         """The engine has said how it is since this was cleared."""
         self._reason: str | None = None
@@ -90,16 +95,23 @@ class EngineSupervisor:
         """Prompt engine: computed prompts that a completion engine may still read."""
         return self.stats.num_handovers if self.holds_handovers and self.stats is not None else 0
 
-    async def until_handed_over(self) -> None:
+    async def until_idle(self) -> None:
         """Return once no request is open and no hand-over is held for a reader: released, or expired."""
         while self.num_open_requests or self.num_held_handovers:
             self._heard.clear()
             await self._heard.wait()
 
-    def drain(self) -> None:
-        """Refuse new requests; those that run go on."""
+    @property
+    def grace_left_s(self) -> float:
+        """How long what runs in a draining service may go on."""
+        return max(0.0, self._leaves_at_s - time.monotonic())
+
+    def drain(self, grace_s: float) -> None:
+        """Refuse new requests; those that run go on, for `grace_s`."""
         if self.state in ("loading", "ready", "lost"):
             self.state = "draining"
+            self._leaves_at_s = time.monotonic() + grace_s
+            self.on_drain()
 
     def withdraw_handover(self, handover_id: str) -> None:
         """Prompt engine: let go of a hand-over that nobody will take. Also while draining; idempotent."""
@@ -224,6 +236,10 @@ class EngineSupervisor:
             ready.transport,
             ready.stats.num_usable_blocks,
         )
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _spawn(config: EngineConfig) -> asyncio.subprocess.Process:

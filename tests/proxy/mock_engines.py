@@ -25,6 +25,7 @@ from wire.services import (
     TokenLogprobs,
 )
 from wire.token_link import (
+    LINK,
     LINK_PATH,
     CloseStream,
     FrameSplitter,
@@ -174,6 +175,9 @@ class MockEngine:
         self.withdrawn: list[str] = []
         """Hand-over ids that the proxy wants no more."""
         self.is_ready = True
+        self.grace_left_s: float | None = None
+        """Told with being not ready."""
+        self._links: list[Send] = []
         self.num_connections = 0
         self.num_links = 0
         self.info = EngineInfo(
@@ -224,10 +228,18 @@ class MockEngine:
             self.calls.append(call)
             self._arrival.notify_all()
 
+    async def drain(self, grace_s: float) -> None:
+        """Say that it leaves, over its links and to who asks."""
+        self.is_ready, self.grace_left_s = False, grace_s
+        data = frame([StreamPart(LINK, leaves_in_s=grace_s)])
+        for send in self._links:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
     async def _serve_link(self, receive: Receive, send: Send) -> None:
         """Run the script once for every stream; one that aborts takes the link with it."""
         await send({"type": "http.response.start", "status": 200, "headers": []})
         self.num_links += 1
+        self._links.append(send)
         splitter, running = FrameSplitter(), dict[int, tuple[LinkedCall, asyncio.Task[None]]]()
         try:
             while (message := await receive())["type"] == "http.request":
@@ -261,8 +273,8 @@ class MockEngine:
         if call.path == "/info":
             await call.answer(200, msgspec.json.encode(self.info))
         else:
-            state = b'{"status": "ready"}' if self.is_ready else b'{"status": "draining"}'
-            await call.answer(200 if self.is_ready else 503, state)
+            state = {"status": "ready" if self.is_ready else "draining", "grace_left_s": self.grace_left_s}
+            await call.answer(200 if self.is_ready else 503, msgspec.json.encode(state))
 
     async def _run_script(self, call: Call, receive: Receive) -> None:
         async def watch() -> None:

@@ -57,6 +57,32 @@ def ready(info: EngineInfo) -> Handler:
     return answer
 
 
+def draining(grace_left_s: float) -> Handler:
+    content = msgspec.json.encode({"status": "draining", "grace_left_s": grace_left_s})
+    return lambda request: httpx.Response(503, content=content)
+
+
+async def test_an_engine_that_drains_says_how_long_it_stays_and_a_started_one_stays() -> None:
+    fleet = Fleet("a")
+    assert (await fleet.probed()).is_routable
+    fleet.handlers["a"] = draining(30.0)
+    first = await fleet.probed()
+    assert (first.is_routable, first.problem) == (False, "draining")
+    assert first.leaves_at_s is not None
+    fleet.handlers["a"] = draining(29.0)
+    assert await fleet.probed() == first
+    fleet.handlers["a"] = ready(replace(INFO, epoch=INFO.epoch + 1))
+    assert (await fleet.probed()).leaves_at_s is None
+
+
+async def test_an_engine_that_drains_tells_by_its_link_before_it_is_asked() -> None:
+    fleet = Fleet("a")
+    await fleet.probed()
+    fleet.directory.leaves("http://a", 30.0)
+    assert (fleet.engine.is_routable, fleet.engine.problem) == (False, "draining")
+    fleet.directory.leaves("http://unknown", 30.0)
+
+
 def status(code: int) -> Handler:
     return lambda request: httpx.Response(code, content=b"{}")
 

@@ -23,6 +23,8 @@ class Ask:
 
     number: int
     num_tokens: int
+    num_read: int | None = None
+    """The client leaves when it has so many characters."""
 
     def fields(self) -> dict[str, object]:
         return {
@@ -58,12 +60,14 @@ class Streams:
             return [task.result(STREAM_TIMEOUT_S) for task in running]
 
     def _stream(self, place: int) -> str:
-        texts = []
+        text, num_read = "", self._asks[place].num_read
         with self._stack.client() as client:
             for chunk in client.completions.create(**self._asks[place].fields()):  # type: ignore[call-overload]
-                texts.append(chunk.choices[0].text)
+                text += chunk.choices[0].text
                 self._num_chunks[place] += 1
-        return "".join(texts)
+                if num_read is not None and len(text) >= num_read:
+                    break
+        return text[:num_read]
 
 
 def kill_engine(service: ServiceProcess) -> None:

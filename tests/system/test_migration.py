@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.system.chaos import FAULTS, Ask, Streams, bring_back
+from tests.system.chaos import FAULTS, Ask, Streams, bring_back, drain_service
 from tests.system.processes import RunningStack
 
 pytestmark = pytest.mark.system
 
-ASKS = [Ask(number, 48) for number in range(6)]
+GRACE_S = 60.0
+ASKS = [*(Ask(number, 48) for number in range(4)), *(Ask(number, 2000, num_read=600) for number in (4, 5))]
+"""Short ones, and two that would outlast any grace."""
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def stack() -> Iterator[RunningStack]:
     with RunningStack(
         dtype="fp32",
         completion_engines=2,
-        extra={"completion": ("--grace-s", "1"), "proxy": ("--migration-wait-s", "60")},
+        extra={"completion": ("--grace-s", str(GRACE_S)), "proxy": ("--migration-wait-s", "60")},
     ) as stack:
         yield stack
 
@@ -31,17 +33,29 @@ def expected(stack: RunningStack) -> list[str]:
     return Streams(stack, ASKS).run()
 
 
-def num_migrations(stack: RunningStack) -> float:
+def num_migrations(stack: RunningStack, reason: str) -> float:
     lines = httpx.get(stack.url + "/metrics", timeout=5.0).text.splitlines()
-    return sum(float(line.split()[1]) for line in lines if line.startswith("tandem_proxy_migrations_total{"))
+    found = [line for line in lines if line.startswith("tandem_proxy_migrations_total{")]
+    return sum(float(line.split()[1]) for line in found if f'reason="{reason}"' in line)
 
 
-@pytest.mark.parametrize("fault", ["kill -9 of the engine", "SIGTERM of the service"])
-def test_streams_go_on_at_the_other_completion_engine(
-    stack: RunningStack, expected: list[str], fault: str
+def test_streams_of_a_killed_engine_go_on_at_the_other_completion_engine(
+    stack: RunningStack, expected: list[str]
 ) -> None:
-    before = num_migrations(stack)
+    fault = "kill -9 of the engine"
     texts = Streams(stack, ASKS).run(lambda: FAULTS[fault](stack.services["completion-0"]), after_chunks=4)
     assert texts == expected
-    assert num_migrations(stack) > before
+    assert num_migrations(stack, "refused") > 0
     bring_back(stack, "completion-0", fault)
+
+
+def test_a_service_that_drains_is_left_by_long_streams_at_once_and_by_short_ones_when_they_end(
+    stack: RunningStack, expected: list[str]
+) -> None:
+    """The process is gone long before its grace ends; of two long streams one or both were there."""
+    service = stack.services["completion-0"]
+    texts = Streams(stack, ASKS).run(lambda: drain_service(service), after_chunks=4)
+    assert service.process.wait(GRACE_S / 3) == 0
+    assert texts == expected
+    assert 1 <= num_migrations(stack, "draining") <= 2
+    bring_back(stack, "completion-0", "SIGTERM of the service")

@@ -56,7 +56,7 @@ async def test_a_prompt_service_leaves_when_its_handovers_are_released() -> None
         assert not server.force_exit
 
 
-async def test_a_completion_service_waits_for_its_open_requests_only() -> None:
+async def test_a_completion_service_waits_for_no_handovers() -> None:
     server, supervisor = make("completion", grace_s=60)
     with server.capture_signals():
         terminate()
@@ -70,7 +70,7 @@ async def test_handovers_that_nobody_takes_do_not_outlive_the_grace(caplog: pyte
     with server.capture_signals():
         terminate()
         await until(lambda: server.should_exit)
-    assert "leaving with 2 hand-overs that nobody has taken" in caplog.text
+    assert "leaving with 0 open requests and 2 hand-overs that nobody has taken" in caplog.text
 
 
 async def test_a_second_signal_waits_for_nothing() -> None:

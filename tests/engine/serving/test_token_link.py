@@ -1,7 +1,7 @@
 """A token link between the real service's application and the proxy's end of it; the engine is the test's."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -48,14 +48,17 @@ NO_TOKEN = SecretKeys()
 
 @asynccontextmanager
 async def service(
-    link: EngineLink, wanted: SecretKeys = NO_TOKEN, shown: SecretKeys = NO_TOKEN
+    link: EngineLink,
+    wanted: SecretKeys = NO_TOKEN,
+    shown: SecretKeys = NO_TOKEN,
+    on_leaving: Callable[[str, float], None] = lambda url, leaves_in_s: None,
 ) -> AsyncIterator[Service]:
     supervisor = EngineSupervisor(EngineServiceSettings(), "normal")
     supervisor._link, supervisor.engine, supervisor.state = link, ready(), "ready"
     app = create_app("normal", supervisor, 1000)
     app.add_middleware(ServiceTokenCheck, tokens=wanted)
     async with serving(app) as url:
-        links = TokenLinks(EngineWaits(), shown, connect_timeout_s=5.0)
+        links = TokenLinks(EngineWaits(), shown, connect_timeout_s=5.0, on_leaving=on_leaving)
         yield Service(supervisor, Engine(url=url, role="normal"), links)
         links.close()
 
@@ -168,12 +171,33 @@ async def test_a_draining_service_closes_the_link_once_its_streams_have_ended(
     async with service(link) as running:
         leg = await running.open("a")
         await leg.accepted(5.0)
-        running.supervisor.drain()
+        running.supervisor.drain(30.0)
         await engine.command()
         await engine.send_outputs(token_output("a", 0, is_last=True))
         assert await token_ids(leg) == [10]
         (only,) = running.links._links.values()
         await until(lambda: only.is_closed)
+
+
+async def test_a_service_that_drains_says_so_over_its_links_at_once(
+    link_and_engine: tuple[EngineLink, ScriptedEngine],
+) -> None:
+    link, engine = link_and_engine
+    heard: asyncio.Queue[tuple[str, float]] = asyncio.Queue()
+    async with service(link, on_leaving=lambda *what: heard.put_nowait(what)) as running:
+        leg = await running.open("a")
+        await leg.accepted(5.0)
+        running.supervisor.drain(30.0)
+        url, leaves_in_s = await asyncio.wait_for(heard.get(), 0.5)
+        assert url == running.engine.url
+        assert 29.0 < leaves_in_s <= 30.0
+        late = await running.open("late")
+        with pytest.raises(EngineFailure) as refused:
+            await late.accepted(5.0)
+        assert (refused.value.kind, refused.value.was_taken) == ("draining", False)
+        await engine.command()
+        await engine.send_outputs(token_output("a", 0, is_last=True))
+        assert await token_ids(leg) == [10]
 
 
 @pytest.mark.parametrize(("shown", "is_taken"), [("right", True), ("wrong", False)])
