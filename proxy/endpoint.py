@@ -335,8 +335,9 @@ class _Exchange:
         services = self._services
         limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)
         run = PromptRun(services.calls, services.routes, limits, self, services.departures, new_handover_id)
-        if self._admitted is not None and self._admitted.has_waited:
-            route = services.routes.any(work) or route  # much may have changed while it waited
+        has_waited = self._admitted is not None and self._admitted.has_waited
+        if has_waited or not services.routes.is_current(route):
+            route = services.routes.any(work) or route  # much may have changed since it was chosen
         await run.run(route, work, choices)
 
     def _first_token(self) -> None:

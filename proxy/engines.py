@@ -122,6 +122,11 @@ class EngineDirectory:
         now_s = time.monotonic()
         return FleetSnapshot(tuple(_as_seen(watched, now_s) for watched in self._watched))
 
+    def is_routable(self, engine: Engine) -> bool:
+        """Does this start of the engine take requests now?"""
+        now = _as_seen(self._by_url[engine.url], time.monotonic())
+        return now.is_routable and now.start == engine.start
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             for watched in self._watched:

@@ -41,6 +41,13 @@ class Routes:
         route = self._choose(fleet.taking(num_tokens), prompt_token_ids, session)
         return route or self._choose(fleet, prompt_token_ids, session)
 
+    def is_current(self, route: Route) -> bool:
+        """Could all engines of the route still be chosen?
+
+        No more where one of them was lost, or is tried out by another prompt that was chosen for it before.
+        """
+        return all(self._directory.is_routable(engine) for engine in route.engines)
+
     def leg(self, params: KvTransferParams, bounds: Bounds) -> SingleLeg:
         """The engine for one leg that a router of others asks for."""
         return leg_of(params, self.snapshot(), self._loads.num_queued_tokens, bounds)

@@ -34,6 +34,24 @@ async def test_an_engine_that_fails_everything_is_ejected_and_comes_back_after_o
         assert len(bad.calls) > MAX_FAILURES
 
 
+async def test_one_prompt_of_a_list_tries_an_ejected_engine_out_and_the_others_go_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("proxy.engines.time", SimpleNamespace(monotonic=lambda: now_s))
+    answering = Answering("ok")
+    bad, good = MockEngine("prompt", fails), MockEngine("prompt", answering.prompt)
+    engines = (bad, good, MockEngine("completion", answering.completion))
+    async with stack(*engines, prompt_policy="round_robin") as running:
+        for _ in range(2 * MAX_FAILURES):
+            await running.complete()
+        assert len(bad.calls) == MAX_FAILURES
+        bad.script = answering.prompt
+        now_s += FIRST_PAUSE_S
+        assert (await running.complete(prompt=["a", "b", "c", "d", "e"])).status_code == 200
+        assert len(bad.calls) == MAX_FAILURES + 1
+
+
 async def test_running_out_of_room_ejects_nobody() -> None:
     async def full(call: Call) -> None:
         await call.accept()

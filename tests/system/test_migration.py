@@ -3,12 +3,14 @@
 `tests/chaos` does the same with more streams, and with every fault on every process.
 """
 
+import json
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.system.chaos import FAULTS, Ask, Streams, bring_back, drain_service
+from tests.system.migrated_answers import Answers
 from tests.system.processes import RunningStack
 
 pytestmark = pytest.mark.system
@@ -59,3 +61,29 @@ def test_a_service_that_drains_is_left_by_long_streams_at_once_and_by_short_ones
     assert texts == expected
     assert 1 <= num_migrations(stack, "draining") <= 2
     bring_back(stack, "completion-0", "SIGTERM of the service")
+
+
+def test_answers_of_every_kind_are_those_of_an_undisturbed_run(stack: RunningStack) -> None:
+    """Both completion engines die, so that every answer is migrated."""
+    Answers(stack).run()  # what is cached counts in usage: from here on it is the same
+    undisturbed = Answers(stack).run()
+    fault = "kill -9 of the engine"
+
+    def kill_both() -> None:
+        for name in ("completion-0", "completion-1"):
+            FAULTS[fault](stack.services[name])
+
+    migrated = Answers(stack).run(kill_both)
+    for name, answer in migrated.items():
+        expected = undisturbed[name]
+        assert answer.joined == expected.joined, name
+        assert answer.rest == expected.rest, name
+        assert [token for token, _ in answer.logprobs] == [token for token, _ in expected.logprobs], name
+        assert [value for _, value in answer.logprobs] == pytest.approx(
+            [value for _, value in expected.logprobs], abs=1e-3
+        )
+    assert json.loads(migrated["structured chat with logprobs"].joined["0 content"])["cities"]
+    assert migrated["two choices, not streamed"].num_migrations == "2"
+    assert undisturbed["two choices, not streamed"].num_migrations == "0"
+    for name in ("completion-0", "completion-1"):
+        bring_back(stack, name, fault)
