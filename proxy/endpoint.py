@@ -211,7 +211,7 @@ class _Exchange:
             services.key_use.open(self._key),
         ):
             self._priority = request.priority or 0
-            session = self._client.header("x-session-id")
+            session = self._client.header("x-session-id") or request.prompt_cache_key
             prepared = await services.preparation.prepare(request, session)
             self._record_routes(prepared)
             answer = self._answer = self._api.answer(request, self._answer_context())

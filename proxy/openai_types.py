@@ -70,6 +70,8 @@ class SamplingFields(StructuredFields):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     """An extension: only requests with the same salt share cached prompts."""
+    prompt_cache_key: str | None = None
+    """Requests with the same one are a session, as those with the same header x-session-id are."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     """An extension: the highest goes first where engines run the waiting policy `priority`."""
 
@@ -257,6 +259,7 @@ ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"], []),
     "prediction": (),
     "web_search_options": (),
+    "moderation": (),
     "chat_template": (),
     "documents": ([],),
     "add_generation_prompt": (True,),

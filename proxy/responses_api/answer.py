@@ -9,7 +9,13 @@ from proxy.generation_api import AnswerContext, GenerationApi
 from proxy.message_delta import MessageDelta
 from proxy.openai_responses import Usage
 from proxy.openai_types import ChatRequest, TextRequest
-from proxy.responses_api.body import ResponsesChat, ResponsesNamedChoice, ResponsesRequest, parse_responses
+from proxy.responses_api.body import (
+    ResponsesAllowedChoice,
+    ResponsesChat,
+    ResponsesNamedChoice,
+    ResponsesRequest,
+    parse_responses,
+)
 from proxy.responses_api.items import Event, Json, OutputItems
 from wire.json_body import to_json
 
@@ -145,7 +151,7 @@ def _format_of(request: ResponsesRequest) -> Json:
 
 
 def _choice_of(request: ResponsesRequest) -> Json | str:
-    if isinstance(request.tool_choice, ResponsesNamedChoice):
+    if isinstance(request.tool_choice, ResponsesNamedChoice | ResponsesAllowedChoice):
         return request.tool_choice.model_dump()
     return request.tool_choice or "auto"
 

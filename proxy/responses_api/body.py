@@ -23,6 +23,8 @@ from proxy.structured_fields import (
 )
 from proxy.tools.definitions import (
     MAX_TOOLS,
+    AllowedChoice,
+    AllowedTools,
     CalledFunction,
     FunctionDefinition,
     FunctionName,
@@ -113,6 +115,15 @@ class ResponsesNamedChoice(Strict):
     name: str
 
 
+class ResponsesAllowedChoice(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[OnlyFunctions[ResponsesNamedChoice]] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+ResponsesChoice = ToolChoiceMode | ResponsesNamedChoice | ResponsesAllowedChoice
+
+
 class ResponsesSchemaFormat(Strict):
     type: Literal["json_schema"]
     name: str = Field(min_length=1, max_length=64)
@@ -138,7 +149,7 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     tools: ResponsesToolList | None = None
-    tool_choice: Annotated[ToolChoiceMode | ResponsesNamedChoice, known_choice] | None = None
+    tool_choice: Annotated[ResponsesChoice, known_choice] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -188,6 +199,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
     "truncation": ("disabled",),
     "max_tool_calls": (),
     "context_management": (),
+    "moderation": (),
 }
 
 
@@ -226,10 +238,19 @@ def _chat_tool(tool: ResponsesTool) -> FunctionTool:
     return FunctionTool(type="function", function=function)
 
 
-def _chat_choice(choice: ToolChoiceMode | ResponsesNamedChoice | None) -> ToolChoiceMode | NamedChoice | None:
-    if isinstance(choice, ResponsesNamedChoice):
-        return NamedChoice(type="function", function=FunctionReference(name=choice.name))
-    return choice
+def _chat_choice(choice: ResponsesChoice | None) -> ToolChoiceMode | NamedChoice | AllowedChoice | None:
+    match choice:
+        case ResponsesNamedChoice():
+            return _named(choice)
+        case ResponsesAllowedChoice(mode=mode, tools=tools):
+            allowed = AllowedTools(mode=mode, tools=[_named(tool) for tool in tools])
+            return AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+        case _:
+            return choice
+
+
+def _named(choice: ResponsesNamedChoice) -> NamedChoice:
+    return NamedChoice(type="function", function=FunctionReference(name=choice.name))
 
 
 def _chat_format(text: TextConfig) -> ResponseFormat | None:

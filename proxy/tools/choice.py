@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.errors import BadRequest
-from proxy.tools.definitions import FunctionDefinition, FunctionTool, NamedChoice
+from proxy.tools.definitions import AllowedChoice, FunctionDefinition, FunctionTool, NamedChoice
 from wire.sampling import StructuredOutput
 
 Schema = dict[str, Any]
@@ -52,9 +52,9 @@ class ToolUse:
 
 
 def tool_use(
-    tools: Sequence[FunctionTool], choice: str | NamedChoice | None, is_parallel: bool
+    tools: Sequence[FunctionTool], choice: str | NamedChoice | AllowedChoice | None, is_parallel: bool
 ) -> ToolUse | None:
-    """None where nothing may be called; the model is not told about the tools then."""
+    """None where nothing may be called; the model is not told about tools that it may not call."""
     functions = tuple(tool.function for tool in tools)
     if functions and choice == "none":
         return None
@@ -64,18 +64,27 @@ def tool_use(
         raise BadRequest("tool_choice needs tools", param="tool_choice", code="invalid_value")
     if isinstance(choice, NamedChoice):
         name = choice.function.name
-        if all(function.name != name for function in functions):
+        _check_names(functions, [name])
+        return ToolUse(functions=functions, named=name, is_parallel=False)
+    mode: str | None
+    if isinstance(choice, AllowedChoice):
+        names, mode = choice.names, choice.allowed_tools.mode
+        _check_names(functions, names)
+        functions = tuple(function for function in functions if function.name in names)
+    else:
+        mode = choice
+    return ToolUse(functions=functions, is_required=mode == "required", is_parallel=is_parallel)
+
+
+def _check_names(functions: Sequence[FunctionDefinition], names: Sequence[str]) -> None:
+    known = {function.name for function in functions}
+    for name in names:
+        if name not in known:
             raise BadRequest(
                 f"tool_choice names {name!r}, which is not one of the tools",
                 param="tool_choice",
                 code="invalid_value",
             )
-        return ToolUse(functions=functions, named=name, is_parallel=False)
-    return ToolUse(
-        functions=functions,
-        is_required=choice == "required",
-        is_parallel=is_parallel,
-    )
 
 
 def _as_output(schema: Schema) -> StructuredOutput:

@@ -69,17 +69,35 @@ class NamedChoice(Strict):
 ToolChoiceMode = Literal["none", "auto", "required"]
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[OnlyFunctions[NamedChoice]] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedChoice(Strict):
+    """Of the tools, only these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.allowed_tools.tools]
+
+
 def _known_choice(value: object, validate: ValidatorFunctionWrapHandler) -> object:
     try:
         return validate(value)
     except ValidationError:
         raise PydanticCustomError(
-            "invalid", "must be 'none', 'auto', 'required', or an object of type 'function' with a name"
+            "invalid",
+            "must be 'none', 'auto', 'required', or an object of type 'function' with a name, or of type"
+            " 'allowed_tools' with a mode and tools",
         ) from None
 
 
 known_choice = WrapValidator(_known_choice)
-ToolChoice = Annotated[ToolChoiceMode | NamedChoice, known_choice]
+ToolChoice = Annotated[ToolChoiceMode | NamedChoice | AllowedChoice, known_choice]
 
 
 class CalledFunction(Strict):

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.proxy.builders import Answering, Stack, chat_body, pair_stack, text_body
+from tests.proxy.test_tools import allowed
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -134,6 +135,10 @@ def named(name: str) -> dict[str, Any]:
         ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "invalid_value"),
         ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "invalid_value"),
         ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "invalid_value"),
+        ({"tools": [tool("f")], "tool_choice": allowed("auto", "g")}, "tool_choice", "invalid_value"),
+        ({"tools": [tool("f")], "tool_choice": allowed("none", "f")}, "tool_choice", "invalid_value"),
+        ({"tools": [tool("f")], "tool_choice": allowed("auto")}, "tool_choice", "invalid_value"),
         (
             {
                 "tools": [tool("f")],

@@ -124,6 +124,26 @@ async def test_a_named_call_is_the_functions_arguments() -> None:
     assert json.loads(structured.value) == CITY
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_of_allowed_tools_only_those_are_offered_and_in_required_mode_forced() -> None:
+    for mode, text in (("auto", OTHER_CALL), ("required", '[{"name": "get_time", "arguments": {}}]')):
+        whole, streamed, running = await answers(
+            text, tools=[WEATHER, TIME], tool_choice=allowed(mode, "get_time")
+        )
+        assert functions_of(whole) == streamed["tool_calls"] == TWO_CALLS[1:]
+        request = running.engines[0].calls[0].prompt_request
+        told = await running.services.text.text_of(request.prompt_token_ids)
+        assert "get_time" in told
+        assert "get_weather" not in told
+        structured = request.sampling.structured
+        assert (structured is not None) == (mode == "required")
+        assert structured is None or "get_weather" not in structured.value
+
+
 def test_definitions_of_parameters_stay_reachable_when_calls_are_forced() -> None:
     parameters = {
         "type": "object",

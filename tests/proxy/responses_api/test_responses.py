@@ -82,6 +82,11 @@ async def test_forced_calls() -> None:
     structured = running.engines[0].calls[0].prompt_request.sampling.structured
     assert structured is not None
     assert json.loads(structured.value) == CITY
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_time"}]}
+    whole, streamed, _, running = await answers(OTHER_CALL, tools=[WEATHER, TIME], tool_choice=allowed)
+    assert whole.model_dump()["tool_choice"] == streamed.model_dump()["tool_choice"] == allowed
+    prompt = running.engines[0].calls[0].prompt_request.prompt_token_ids
+    assert "get_weather" not in await running.services.text.text_of(prompt)
 
 
 async def test_reasoning_is_an_item_before_the_message() -> None:
