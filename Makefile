@@ -42,6 +42,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.pair
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.proxy
+	$(BIN)/python -m benchmarks.routing
 	$(BIN)/python -m benchmarks.prefix
 	$(BIN)/python -m benchmarks.admission
 	$(BIN)/python -m benchmarks.overlap
