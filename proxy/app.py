@@ -16,6 +16,7 @@ from proxy.admission import Admission, AdmissionLimits
 from proxy.api_keys import ApiKeyCheck
 from proxy.cache_reader import CacheReader
 from proxy.departures import Departures
+from proxy.discovery.start import discovery
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
 from proxy.engine_transport import EngineTransport
@@ -55,13 +56,14 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
     service_token = secret_keys(settings.service_token, settings.service_token_file)
     http = http or engine_http_client(service_token)
     services = _services(settings, text, http, keys, service_token)
+    engines = discovery(settings, services.directory.place, services.metrics.discovery_failed)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         caches = CacheReader(
             http, services.directory, services.routes.cache_changed, refresh_s=settings.refresh_s
         )
-        owners = (services.directory, caches, services.departures)
+        owners = (engines, services.directory, caches, services.departures)
         watching = [asyncio.create_task(owner.run()) for owner in owners]
         try:
             yield
@@ -120,11 +122,6 @@ def _services(
     waits = EngineWaits()
     directory = EngineDirectory(
         http,
-        {
-            "prompt": settings.prompt_url,
-            "completion": settings.completion_url,
-            "normal": settings.normal_url,
-        },
         model=text.name,
         refresh_s=settings.refresh_s,
         on_silent=waits.give_up,

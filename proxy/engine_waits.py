@@ -28,6 +28,8 @@ class EngineWaits:
                 yield wait
             finally:
                 waits.discard(wait)
+                if not waits and self._waits.get(engine.url) is waits:
+                    del self._waits[engine.url]  # engines come and go, and their addresses with them
 
     async def within(self, timeout_s: float | None, engine: Engine, work: Awaitable[ResultT]) -> ResultT:
         """The result of `work`; `EngineTooSlow` where it does not come."""
@@ -40,7 +42,7 @@ class EngineWaits:
     def give_up(self, engine: Engine) -> None:
         """The engine answers nothing any more: whoever waits for it has waited long enough."""
         now_s = asyncio.get_running_loop().time()
-        for wait in self._waits[engine.url]:
+        for wait in self._waits.get(engine.url, ()):
             if not wait.expired():
                 wait.reschedule(now_s)
 

@@ -2,13 +2,14 @@
 
 An engine is routable from the moment `/info` and `/health/ready` both answered 200 until it says it is not
 ready, refuses connections, or fails to answer MAX_FAILED_PROBES times in a row; one slow answer under load
-ejects nobody. What it answers to requests counts too (`breaker`). Addresses come from the settings only.
+ejects nobody. What it answers to requests counts too (`breaker`). Addresses come from `discovery`: an engine
+that is not listed any more gets nothing new, and is asked until it has gone, so that nobody waits for it.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -16,12 +17,15 @@ import httpx
 import msgspec
 
 from proxy.breaker import CLOSED, Breaker
+from proxy.discovery.endpoints import Endpoint
 from wire.services import EngineInfo, EngineRole
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_PROBES = 3
 PROBE_TIMEOUT_S = 2.0
+MAX_UNLISTED_S = 600.0
+"""An engine that is not listed any more and refuses connections may still be ending streams so long."""
 
 
 class EngineStart(NamedTuple):
@@ -33,7 +37,7 @@ class EngineStart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What is known of one configured engine."""
+    """What is known of one engine."""
 
     url: str
     role: EngineRole
@@ -42,13 +46,15 @@ class Engine:
     is_ready: bool = False
     is_ejected: bool = False
     """It says that it is ready, and fails what it is sent."""
+    is_unlisted: bool = False
+    """It is not listed any more: nothing new is sent there, and what runs there goes on."""
     problem: str = "not asked yet"
     leaves_at_s: float | None = None
     """Its service drains, and cuts what is still open then (monotonic clock)."""
 
     @property
     def is_routable(self) -> bool:
-        return self.is_ready and self.info is not None and not self.is_ejected
+        return self.is_ready and self.info is not None and not self.is_ejected and not self.is_unlisted
 
     @property
     def start(self) -> EngineStart:
@@ -58,7 +64,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """All configured engines at one moment; what pairing decides on."""
+    """All engines at one moment; what pairing decides on."""
 
     engines: tuple[Engine, ...] = ()
 
@@ -88,9 +94,15 @@ class _Watched:
     """One engine and what its probing task keeps between rounds."""
 
     engine: Engine
+    instance: str = ""
+    """As discovery has it."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     num_failed_probes: int = 0
     breaker: Breaker = CLOSED
+    unlisted_since_s: float | None = None
+    has_gone: bool = False
+    """It was unlisted, and is not there any more."""
+    task: asyncio.Task[None] | None = None
 
 
 class EngineDirectory:
@@ -99,38 +111,90 @@ class EngineDirectory:
     def __init__(
         self,
         http: httpx.AsyncClient,
-        urls: Mapping[EngineRole, Sequence[str]],
+        urls: Mapping[EngineRole, Sequence[str]] | None = None,
         *,
         model: str,
         refresh_s: float,
         on_silent: Callable[[Engine], None] = lambda engine: None,
         on_ejected: Callable[[Engine], None] = lambda engine: None,
     ) -> None:
-        """`on_silent` is called when an engine has stopped answering, so that nobody waits for it."""
+        """`urls`: engines known from the start; `place` tells of others.
+
+        `on_silent` is called when an engine has stopped answering, so that nobody waits for it.
+        """
         self._http = http
         self._on_silent = on_silent
         self._on_ejected = on_ejected
         self._model = model
         self._refresh_s = refresh_s
-        self._watched = [
-            _Watched(Engine(url=url, role=role)) for role, role_urls in urls.items() for url in role_urls
-        ]
-        self._by_url = {watched.engine.url: watched for watched in self._watched}
+        self._watched: dict[tuple[EngineRole, str], _Watched] = {}
+        self._tasks: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
+        for role, role_urls in (urls or {}).items():
+            self.place(role, [Endpoint(role, url) for url in role_urls])
 
     def snapshot(self) -> FleetSnapshot:
         now_s = time.monotonic()
-        return FleetSnapshot(tuple(_as_seen(watched, now_s) for watched in self._watched))
+        return FleetSnapshot(tuple(_as_seen(watched, now_s) for watched in self._watched.values()))
 
     def is_routable(self, engine: Engine) -> bool:
         """Does this start of the engine take requests now?"""
-        now = _as_seen(self._by_url[engine.url], time.monotonic())
+        watched = self._find(engine)
+        if watched is None:
+            return False
+        now = _as_seen(watched, time.monotonic())
         return now.is_routable and now.start == engine.start
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for watched in self._watched:
-                group.create_task(self._watch(watched))
+        async with asyncio.TaskGroup() as self._tasks:
+            for watched in self._watched.values():
+                watched.task = self._tasks.create_task(self._watch(watched))
+            await asyncio.Event().wait()
+
+    def place(self, role: EngineRole, endpoints: Iterable[Endpoint]) -> None:
+        """All engines of the role that may get requests from now on.
+
+        Another engine at an old address is a new one: whoever waits for the old one is told.
+        """
+        listed = {endpoint.url: endpoint for endpoint in endpoints}
+        for watched in [each for each in self._watched.values() if each.engine.role == role]:
+            endpoint = listed.get(watched.engine.url)
+            if endpoint is None:
+                self._unlist(watched)
+            elif endpoint.instance != watched.instance:
+                self._forget(watched)
+            else:
+                watched.unlisted_since_s = None
+                del listed[endpoint.url]
+        for endpoint in listed.values():
+            self._add(endpoint)
+        self._notify()
+
+    def _add(self, endpoint: Endpoint) -> None:
+        watched = _Watched(Engine(url=endpoint.url, role=endpoint.role), endpoint.instance)
+        self._watched[endpoint.role, endpoint.url] = watched
+        if self._tasks is not None:
+            watched.task = self._tasks.create_task(self._watch(watched))
+
+    def _unlist(self, watched: _Watched) -> None:
+        if watched.unlisted_since_s is None:
+            watched.unlisted_since_s = time.monotonic()
+            logger.info("%s engine %s is not listed any more", watched.engine.role, watched.engine.url)
+            watched.wake.set()
+
+    def _forget(self, watched: _Watched) -> None:
+        """It is not there any more, and neither is what was sent there."""
+        engine = watched.engine
+        del self._watched[engine.role, engine.url]
+        if watched.task is not None and watched.task is not asyncio.current_task():
+            watched.task.cancel()
+        logger.info("%s engine %s has left", engine.role, engine.url)
+        self._on_silent(engine)
+        self._notify()
+
+    def _find(self, engine: Engine) -> _Watched | None:
+        """None where it has gone since."""
+        return self._watched.get((engine.role, engine.url))
 
     async def wait_for_change(self) -> None:
         """Return after the next change of any engine's state."""
@@ -138,24 +202,28 @@ class EngineDirectory:
 
     def assigned(self, engine: Engine) -> None:
         """A request is on its way to this engine."""
-        watched = self._by_url[engine.url]
-        if watched.breaker is not CLOSED:
+        watched = self._find(engine)
+        if watched is not None and watched.breaker is not CLOSED:
             watched.breaker = watched.breaker.on_request(time.monotonic())
 
     def answered(self, engine: Engine) -> None:
         """The engine has given a token, or said no for the request's own fault."""
-        watched = self._by_url[engine.url]
-        if watched.breaker is not CLOSED:
+        watched = self._find(engine)
+        if watched is not None and watched.breaker is not CLOSED:
             watched.breaker = CLOSED
             self._notify()
 
     def suspect(self, engine: Engine) -> None:
         """A leg failed on this engine: ask it again now rather than at the next round."""
-        self._by_url[engine.url].wake.set()
+        watched = self._find(engine)
+        if watched is not None:
+            watched.wake.set()
 
     def failed(self, engine: Engine) -> None:
         """A leg failed on this engine, and not for the request's own fault."""
-        watched, now_s = self._by_url[engine.url], time.monotonic()
+        watched, now_s = self._find(engine), time.monotonic()
+        if watched is None:
+            return
         before, watched.breaker = watched.breaker, watched.breaker.on_failure(now_s)
         open_until_s = watched.breaker.open_until_s
         if open_until_s is not None and open_until_s != before.open_until_s:
@@ -166,20 +234,24 @@ class EngineDirectory:
 
     def leaves(self, url: str, leaves_in_s: float) -> None:
         """The engine has said that it drains."""
-        watched = self._by_url.get(url)
-        if watched is not None:
-            self._set(watched, _leaving(watched.engine, leaves_in_s))
+        for watched in self._watched.values():
+            if watched.engine.url == url:
+                self._set(watched, _leaving(watched.engine, leaves_in_s))
 
     def lost(self, engine: Engine) -> None:
         """The engine refuses connections: nothing is sent there until it has answered a probe."""
-        watched = self._by_url[engine.url]
-        self._set(watched, replace(watched.engine, is_ready=False, problem="connection refused"))
-        watched.wake.set()
+        watched = self._find(engine)
+        if watched is not None:
+            self._set(watched, replace(watched.engine, is_ready=False, problem="connection refused"))
+            watched.wake.set()
 
     async def _watch(self, watched: _Watched) -> None:
         while True:
             watched.wake.clear()
             self._set(watched, await self._probe(watched))
+            if self._has_gone(watched):
+                self._forget(watched)
+                return
             try:
                 async with asyncio.timeout(self._refresh_s):
                     await watched.wake.wait()
@@ -198,6 +270,8 @@ class EngineDirectory:
                 answer.raise_for_status()
             info = _info_decoder.decode(answer.content)
         except httpx.ConnectError as error:
+            if not isinstance(error.__cause__, ConnectionRefusedError | None):
+                self._after_failed_probe(watched, error)  # no host says so: nobody may answer any more
             problem = f"cannot connect ({error})"
             return replace(engine, is_ready=False, info=None, problem=problem, leaves_at_s=None)
         except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError) as error:
@@ -205,6 +279,7 @@ class EngineDirectory:
         watched.num_failed_probes = 0
         if engine.info is not None and engine.info.epoch != info.epoch:
             watched.breaker = CLOSED
+            watched.has_gone = watched.unlisted_since_s is not None
         problem = self._mismatch(engine, info)
         return replace(engine, info=info, is_ready=not problem, problem=problem, leaves_at_s=None)
 
@@ -215,6 +290,14 @@ class EngineDirectory:
             return replace(watched.engine, problem=problem)
         self._on_silent(watched.engine)
         return replace(watched.engine, is_ready=False, problem=problem)
+
+    def _has_gone(self, watched: _Watched) -> bool:
+        """An engine that was unlisted is not there any more, or it is another one."""
+        if watched.unlisted_since_s is None:
+            return False
+        is_silent = watched.num_failed_probes >= MAX_FAILED_PROBES
+        has_had_its_time = time.monotonic() - watched.unlisted_since_s > MAX_UNLISTED_S
+        return watched.has_gone or is_silent or (watched.engine.info is None and has_had_its_time)
 
     def _mismatch(self, engine: Engine, info: EngineInfo) -> str:
         if info.role != engine.role:
@@ -244,6 +327,8 @@ class EngineDirectory:
 
 def _as_seen(watched: _Watched, now_s: float) -> Engine:
     engine = watched.engine
+    if watched.unlisted_since_s is not None:
+        return replace(engine, is_unlisted=True, problem=engine.problem or "not listed any more")
     if watched.breaker is CLOSED or not engine.is_ready or watched.breaker.lets_through(now_s):
         return engine
     problem = f"failed {watched.breaker.num_failures} requests in a row"

@@ -16,6 +16,7 @@ from model_files.errors import ModelFilesError
 from processes.child import die_with_parent
 from processes.listener import ListenError, bind_listener
 from proxy.app import create_app
+from proxy.discovery.errors import DiscoverySetupError
 from proxy.draining import Draining
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
@@ -35,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    for chatty in ("httpx", "uvicorn"):
+    for chatty in ("httpx", "uvicorn", "kubernetes", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         text = _load_text_model(settings)
         app = create_app(settings, text)
         listening = bind_listener(settings.host, settings.port)
-    except (ModelFilesError, ListenError, SecretKeysError) as error:
+    except (ModelFilesError, ListenError, SecretKeysError, DiscoverySetupError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     _raise_descriptor_limit()

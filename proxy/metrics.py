@@ -2,7 +2,9 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from proxy.discovery.errors import ClusterRefused
 from proxy.errors import EngineFailure
+from wire.services import EngineRole
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -74,6 +76,12 @@ class ProxyMetrics:
             ("role",),
             registry=registry,
         )
+        self.discovery_failures = Counter(
+            "tandem_proxy_discovery_failures",
+            "Times that a role's engines could not be looked up in the cluster, by why; those known stay",
+            ("role", "reason"),
+            registry=registry,
+        )
         self.refused_keys = Counter(
             "tandem_proxy_refused_keys",
             "Requests without an API key, or with one that is not known",
@@ -91,6 +99,9 @@ class ProxyMetrics:
         self.ready_engines = Gauge(
             "tandem_proxy_ready_engines", "Engines that can be used now", ("role",), registry=registry
         )
+
+    def discovery_failed(self, role: EngineRole, error: ClusterRefused) -> None:
+        self.discovery_failures.labels(role, error.reason).inc()
 
     def count_failure(self, failure: EngineFailure) -> None:
         self.leg_failures.labels(failure.role, failure.reason).inc()

@@ -132,7 +132,7 @@ def _in_zone(engines: Sequence[Engine], zone: str | None) -> Sequence[Engine]:
 def explain_missing_route(fleet: FleetSnapshot) -> str:
     """One line that says why `route_at` finds nothing."""
     if not fleet.engines:
-        return "no engine is configured; see --prompt-url and --completion-url"
+        return "no engine is known; see --prompt-url and --completion-url, or --discovery"
     prompts, completions = fleet.routable("prompt"), fleet.routable("completion")
     if prompts and completions:
         return f"no prompt engine fits a completion engine: {_differences(prompts[0], completions[0])}"

@@ -1,13 +1,15 @@
 """Flags and environment variables of the proxy."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from proxy.role_policies import PolicyName
 from settings.loading import ProcessSettings
+from wire.services import EngineRole
 
 Urls = Annotated[tuple[str, ...], NoDecode]
 
@@ -33,6 +35,25 @@ class ProxySettings(ProcessSettings):
     completion_url: Urls = Field((), description="base URL of a completion service; repeatable")
     normal_url: Urls = Field((), description="base URL of a NORMAL engine's service; repeatable")
     refresh_s: float = Field(1.0, gt=0, description="how often each engine is asked who and how it is")
+
+    discovery: Literal["static", "dns", "kubernetes"] = Field(
+        "static",
+        description="where engines are: at the URLs; at every address of the URLs' names; or in the "
+        "EndpointSlices that the selectors find",
+    )
+    discovery_namespace: str | None = Field(
+        None, description="namespace of the EndpointSlices; default: the one of this pod"
+    )
+    prompt_selector: str | None = Field(
+        None,
+        description="labels of prompt engines' EndpointSlices, such as kubernetes.io/service-name=my-prompt",
+    )
+    completion_selector: str | None = Field(None, description="the same for completion engines")
+    normal_selector: str | None = Field(None, description="the same for NORMAL engines")
+    discovery_relist_s: float = Field(
+        30.0, ge=1, description="how often all EndpointSlices are listed anew, beside being watched"
+    )
+    dns_refresh_s: float = Field(5.0, gt=0, description="how often names are resolved (--discovery dns)")
 
     token_link: bool = Field(
         True, description="one connection per completion engine for all streams, where the engine has it"
@@ -103,6 +124,39 @@ class ProxySettings(ProcessSettings):
     migration_wait_s: float = Field(
         15.0, ge=0, description="how long a broken stream may wait for engines that can go on with it"
     )
+
+    @property
+    def engine_urls(self) -> Mapping[EngineRole, tuple[str, ...]]:
+        return {"prompt": self.prompt_url, "completion": self.completion_url, "normal": self.normal_url}
+
+    @property
+    def selectors(self) -> Mapping[EngineRole, str]:
+        """Those that are set."""
+        selectors: dict[EngineRole, str | None] = {
+            "prompt": self.prompt_selector,
+            "completion": self.completion_selector,
+            "normal": self.normal_selector,
+        }
+        return {role: selector for role, selector in selectors.items() if selector}
+
+    @model_validator(mode="after")
+    def _check_discovery(self) -> Self:
+        is_cluster = self.discovery == "kubernetes"
+        for role, urls in self.engine_urls.items():
+            if is_cluster and urls:
+                raise ValueError(
+                    f"--{role}-url does not go with --discovery kubernetes; use --{role}-selector"
+                )
+            if self.discovery == "dns" and any(url.startswith("https:") for url in urls):
+                raise ValueError(
+                    f"--{role}-url must be http with --discovery dns: certificates name no address"
+                )
+        if not is_cluster and self.selectors:
+            role = next(iter(self.selectors))
+            raise ValueError(f"--{role}-selector needs --discovery kubernetes, not {self.discovery}")
+        if is_cluster and not self.selectors:
+            raise ValueError("--discovery kubernetes needs --prompt-selector and --completion-selector")
+        return self
 
     @field_validator("prompt_url", "completion_url", "normal_url", mode="before")
     @classmethod

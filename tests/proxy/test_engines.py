@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from proxy.discovery.endpoints import Endpoint
 from proxy.engines import MAX_FAILED_PROBES, Engine, EngineDirectory
 from tests.proxy.mock_engines import MockEngine
 from wire.services import EngineInfo
@@ -35,7 +36,7 @@ class Fleet:
 
     async def probed(self) -> Engine:
         """The first engine after one more round of questions."""
-        watched = self.directory._watched[0]
+        watched = next(iter(self.directory._watched.values()))
         watched.engine = await self.directory._probe(watched)
         return watched.engine
 
@@ -198,3 +199,102 @@ async def test_a_lost_engine_gets_nothing_until_it_answers_again() -> None:
         assert not fleet.engine.is_routable
         while not fleet.engine.is_routable:
             await fleet.directory.wait_for_change()
+
+
+class Placed(Fleet):
+    """A fleet that discovery fills; remembers who was given up."""
+
+    def __init__(self, *hosts: str) -> None:
+        super().__init__(*hosts)
+        self.given_up: list[str] = []
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
+        self.directory = EngineDirectory(
+            http, model="tiny", refresh_s=0.001, on_silent=lambda engine: self.given_up.append(engine.url)
+        )
+
+    def place(self, *places: tuple[str, str]) -> None:
+        """Hosts and instances."""
+        self.directory.place(
+            "prompt", [Endpoint("prompt", f"http://{host}", instance) for host, instance in places]
+        )
+
+    def routable(self) -> list[str]:
+        return [engine.url.removeprefix("http://") for engine in self.directory.snapshot().routable("prompt")]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await self.directory.wait_for_change()
+
+
+async def test_discovery_adds_engines_and_takes_them_out_at_once() -> None:
+    fleet = Placed("a", "b")
+    async with fleet.running():
+        fleet.place(("a", "1"))
+        await fleet.until(lambda: fleet.routable() == ["a"])
+        fleet.place(("a", "1"), ("b", "2"))
+        await fleet.until(lambda: fleet.routable() == ["a", "b"])
+        fleet.place(("b", "2"))
+        assert fleet.routable() == ["b"]
+        assert fleet.given_up == [], "what runs there goes on"
+
+
+async def test_an_engine_that_leaves_is_asked_until_it_has_gone() -> None:
+    fleet = Placed("a")
+    async with fleet.running():
+        fleet.place(("a", "1"))
+        await fleet.until(lambda: fleet.routable() == ["a"])
+        fleet.place()
+        assert [engine.is_unlisted for engine in fleet.directory.snapshot().engines] == [True]
+        fleet.handlers["a"] = failing(httpx.ReadTimeout("gone"))
+        await fleet.until(lambda: fleet.directory.snapshot().engines == ())
+        assert fleet.given_up == ["http://a", "http://a"]
+
+
+async def test_an_engine_that_refuses_connections_may_still_end_its_streams() -> None:
+    fleet = Placed("a")
+    async with fleet.running():
+        fleet.place(("a", "1"))
+        await fleet.until(lambda: fleet.routable() == ["a"])
+        fleet.place()
+        refused = httpx.ConnectError("refused")
+        refused.__cause__ = ConnectionRefusedError()
+        fleet.handlers["a"] = failing(refused)
+        await fleet.until(lambda: fleet.engine.info is None)
+        assert fleet.given_up == []
+        fleet.handlers["a"] = ready(INFO)
+        fleet.place(("a", "1"))
+        await fleet.until(lambda: fleet.routable() == ["a"])
+
+
+async def test_an_address_that_another_engine_gets_is_a_new_engine() -> None:
+    fleet = Placed("a")
+    async with fleet.running():
+        fleet.place(("a", "old"))
+        await fleet.until(lambda: fleet.routable() == ["a"])
+        old = fleet.engine
+        fleet.handlers["a"] = ready(replace(INFO, epoch=2))
+        fleet.place(("a", "new"))
+        assert fleet.routable() == [], "not before it has said who it is"
+        assert fleet.given_up == ["http://a"], "nobody waits for the old one"
+        await fleet.until(lambda: fleet.routable() == ["a"])
+        assert fleet.engine.start != old.start
+
+
+async def test_a_leaving_engine_whose_address_answers_with_another_epoch_has_gone() -> None:
+    fleet = Placed("a")
+    async with fleet.running():
+        fleet.place(("a", "1"))
+        await fleet.until(lambda: fleet.routable() == ["a"])
+        fleet.place()
+        fleet.handlers["a"] = ready(replace(INFO, epoch=2))
+        await fleet.until(lambda: fleet.directory.snapshot().engines == ())
+        assert fleet.given_up == ["http://a"]
+
+
+async def test_word_of_an_engine_that_has_gone_is_of_no_interest() -> None:
+    fleet = Placed("a")
+    stranger = Engine(url="http://gone", role="prompt")
+    for tell in ("assigned", "answered", "suspect", "failed", "lost"):
+        getattr(fleet.directory, tell)(stranger)
+    assert fleet.directory.snapshot().engines == ()

@@ -48,7 +48,7 @@ async def test_a_request_that_is_refused_is_no_trial_and_leaves_no_prefix() -> N
     engines = MockEngine("prompt", answering.prompt), MockEngine("completion", answering.completion)
     async with stack(*engines) as running:
         directory, prompt = running.services.directory, "x" * 100
-        watched = directory._by_url[running.engines[0].url]
+        watched = directory._watched["prompt", running.engines[0].url]
         watched.breaker = Breaker(num_failures=MAX_FAILURES, open_until_s=0.0)
         refused = await running.complete(prompt=prompt, max_tokens=10**6)
         assert refused.status_code == 400

@@ -47,3 +47,23 @@ def test_a_bad_value_stops_the_start_by_name(
     assert len(lines) == 1
     assert f"--{flag}" in lines[0]
     assert f"TANDEM_PROXY_{flag.replace('-', '_').upper()}" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--discovery", "kubernetes"), "--prompt-selector"),
+        (("--prompt-selector", "a=b"), "--prompt-selector needs --discovery kubernetes"),
+        (
+            ("--discovery", "kubernetes", "--prompt-selector", "a=b", "--completion-url", "http://c"),
+            "--completion-url does not go with --discovery kubernetes",
+        ),
+        (("--discovery", "dns", "--prompt-url", "https://a"), "--prompt-url must be http"),
+    ],
+)
+def test_options_of_discovery_that_do_not_go_together(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load(*arguments)
+    assert named in capsys.readouterr().err

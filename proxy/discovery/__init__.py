@@ -1,0 +1,1 @@
+"""Where engines are: from fixed lists, from DNS, or from a Kubernetes cluster's EndpointSlices."""
