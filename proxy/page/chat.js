@@ -57,7 +57,11 @@ async function ask(model, message, signal) {
     if (data === "[DONE]") break;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
-    firstMs ??= performance.now() - startedMs;
+    if (firstMs === null) {
+      firstMs = performance.now() - startedMs;
+      message.classList.remove("waiting");
+      note(message, `first token after ${seconds(firstMs / 1000)}`);
+    }
     const delta = chunk.choices[0]?.delta ?? {};
     if (delta.content) { content.textContent += delta.content; numChunks += 1; }
   }
@@ -82,6 +86,7 @@ async function send(model) {
   conversation.push({ role: "user", content: question });
   bubble("user", question);
   const message = bubble("assistant", "");
+  message.classList.add("waiting");
   running = new AbortController();
   setBusy(true);
   try {
@@ -91,6 +96,7 @@ async function send(model) {
     message.classList.add("failed");
     note(message, error.name === "AbortError" ? "stopped" : error.message);
   } finally {
+    message.classList.remove("waiting");
     const text = message.querySelector(".content").textContent;
     if (text) conversation.push({ role: "assistant", content: text });
     else conversation.pop();

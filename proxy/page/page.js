@@ -27,10 +27,16 @@ function counted(number, word) {
   return `${number} ${word}${number === 1 ? "" : "s"}`;
 }
 
+function stateOf(engine) {
+  if (engine.is_ready) return node("span", "state ready", "● ready");
+  if (engine.problem === "draining") return node("span", "state leaving", "◐ draining");
+  return node("span", "state down", "○ down");
+}
+
 function engineCard(engine) {
   const card = node("div", "engine", "");
   card.dataset.engine = engine.name;
-  const state = engine.is_ready ? node("span", "state ready", "● ready") : node("span", "state down", "○ down");
+  const state = stateOf(engine);
   card.append(state, node("div", "name", engine.name));
   if (engine.num_blocks !== null) {
     const used = engine.num_blocks - engine.num_free_blocks;
@@ -41,8 +47,9 @@ function engineCard(engine) {
     bar.append(fill);
     card.append(bar, node("div", "detail", `KV ${(share * 100).toFixed(0)} % of ${engine.num_blocks} blocks`));
   }
-  card.append(node("div", "detail", `${counted(engine.num_prompts, "prompt")}, ${counted(engine.num_queued_tokens, "token")} queued`));
-  if (engine.problem) card.append(node("div", "detail", engine.problem));
+  const what = engine.role === "prompt" ? "prompt" : "stream";
+  card.append(node("div", "detail", `${counted(engine.num_prompts, what)}, ${counted(engine.num_queued_tokens, "token")} under way`));
+  if (engine.problem && engine.problem !== "draining") card.append(node("div", "detail", engine.problem));
   return card;
 }
 

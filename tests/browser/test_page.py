@@ -1,17 +1,13 @@
 """The web page in headless Chromium, in front of mock engines.
 
 Needs a `chromium` on the PATH (Debian: `apt-get install chromium`); without one it is skipped, and says so.
-`TANDEM_SCREENSHOTS=DIR` leaves pictures of a longer run there: `make screenshots` puts them into `docs/`.
 """
 
 import asyncio
-import os
-import random
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
@@ -20,7 +16,6 @@ from tests.proxy.builders import Answering, Stack, stack
 from tests.proxy.mock_engines import Call, MockEngine
 
 CHROMIUM = shutil.which("chromium")
-SCREENSHOTS = os.environ.get("TANDEM_SCREENSHOTS")
 TEXT = "Prompt engines compute, completion engines write: שלום 🙂"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="NOT TESTED: the web page (no chromium on the PATH)")
@@ -32,20 +27,15 @@ class Gate:
     def __init__(self) -> None:
         self.opened = asyncio.Event()
         self.opened.set()
-        self.pause_s = 0.0
-        self.text = TEXT
 
     async def prompt(self, call: Call) -> None:
-        await asyncio.sleep(self.pause_s * random.uniform(2, 6))
-        await Answering(self.text).prompt(call)
+        await Answering(TEXT).prompt(call)
 
     async def completion(self, call: Call) -> None:
         await call.accept()
         await self.opened.wait()
-        await asyncio.sleep(self.pause_s * random.uniform(4, 12))
-        token_ids = Answering(self.text).ids
+        token_ids = Answering(TEXT).ids
         for index in range(1, len(token_ids)):
-            await asyncio.sleep(self.pause_s * random.uniform(0.5, 1.5))
             reason = "stop" if index == len(token_ids) - 1 else None
             await call.tokens(index, [token_ids[index]], finish_reason=reason)
         await call.end()
@@ -91,10 +81,11 @@ async def ask(page: Page, question: str) -> None:
 async def check_chat(page: Page, gate: Gate, running: Stack) -> None:
     gate.opened.clear()
     await ask(page, "What do you do?")
+    await page.locator(".message.assistant .served", has_text="first token after").wait_for()
     await page.locator("#links path.moving").wait_for(state="attached")
     assert await page.inner_text("#moving") == "1"
     gate.opened.set()
-    served = page.locator(".message.assistant .served")
+    served = page.locator(".message.assistant .served", has_text="complete after")
     await served.wait_for()
     told = await served.inner_text()
     route = [engine for engine in running.engines if engine.calls]
@@ -133,6 +124,17 @@ async def test_engines_charts_and_chat() -> None:
         await browser.close()
 
 
+async def test_an_engine_that_drains_is_not_called_down() -> None:
+    async with serving(Gate()) as running, async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        async with open_page(browser, running) as page:
+            await running.engines[2].drain(grace_s=30.0)
+            state = page.locator(".engine .state.leaving")
+            await state.wait_for()
+            assert await state.inner_text() == "◐ draining"
+        await browser.close()
+
+
 async def test_colours_follow_the_readers_wish() -> None:
     async with serving(Gate()) as running, async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -159,39 +161,4 @@ async def test_an_error_is_shown_with_its_reason() -> None:
         served = page.locator(".message.failed .served")
         await served.wait_for()
         assert await served.inner_text() == "no room in this town"
-        await browser.close()
-
-
-@pytest.mark.skipif(SCREENSHOTS is None, reason="only for make screenshots")
-@pytest.mark.timeout(600)
-async def test_pictures_for_the_documents() -> None:
-    gate = Gate()
-    gate.pause_s = 0.02
-    gate.text = "Prompt engines compute prompts, completion engines write answers."
-    async with serving(gate) as running, async_playwright() as playwright:
-        running.services.activity.bucket_s = 1.0
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-
-        async def load(number: int) -> None:
-            await asyncio.sleep(number * 0.7)
-            while True:
-                await running.complete(prompt="x" * random.randint(10, 900))
-                await asyncio.sleep(random.uniform(0, 1.5))
-
-        loads = [asyncio.create_task(load(number)) for number in range(8)]
-        await asyncio.sleep(62)
-        for scheme in ("light", "dark"):
-            options = {"color_scheme": scheme, "viewport": {"width": 1100, "height": 1000}}
-            async with open_page(browser, running, **options) as page:
-                await ask(page, "What do you do?")
-                await page.locator(".message.assistant .served").wait_for()
-                await page.locator("#links path.moving").first.wait_for(state="attached")
-                await page.screenshot(path=Path(str(SCREENSHOTS)) / f"page-{scheme}.png", full_page=True)
-                if scheme == "light":
-                    await page.set_viewport_size({"width": 390, "height": 844})
-                    await page.wait_for_timeout(1200)
-                    await page.screenshot(path=Path(str(SCREENSHOTS)) / "page-phone.png", full_page=True)
-        for task in loads:
-            task.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
         await browser.close()
