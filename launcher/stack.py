@@ -8,6 +8,7 @@
 
 import asyncio
 import json
+import shlex
 import signal
 import socket
 from typing import Literal, Self
@@ -92,6 +93,21 @@ class StackSettings(ProcessSettings):
     pull_back: bool = Field(
         True, description="prompt engines fetch cached answers from completion engines (--engine pair)"
     )
+    waiting_age_limit: int | None = Field(
+        None, ge=1, description="prompt steps in which a request may be passed over before it goes first"
+    )
+    max_chunk_tokens: int | None = Field(None, ge=1, description="tokens of one prompt in a step at most")
+    retract_cheapest: bool = Field(
+        False, description="when KV blocks run out, the fewest outputs give way, not the longest"
+    )
+    prompt_args: str = Field(
+        "", description="more flags for prompt engines, in quotes; see python -m prompt_service --help"
+    )
+    completion_args: str = Field(
+        "",
+        description="more flags for completion or NORMAL engines; see python -m completion_service --help",
+    )
+    proxy_args: str = Field("", description="more flags for the proxy; see python -m proxy --help")
     verbose: bool = Field(False, description="show everything the processes log")
 
     @model_validator(mode="after")
@@ -101,6 +117,13 @@ class StackSettings(ProcessSettings):
                 raise ValueError(f"--{name.replace('_', '-')} needs --engine normal; a pair does not choose")
         if self.engine == "pair" and self.dp > 1:
             raise ValueError(f"--dp {self.dp} needs --engine normal; the engines of a pair do not step alike")
+        for name in ("prompt_args", "completion_args", "proxy_args"):
+            try:
+                shlex.split(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+        if self.engine == "normal" and self.prompt_args:
+            raise ValueError("--prompt-args needs --engine pair; NORMAL engines take --completion-args")
         for name in ("prompt_engines", "completion_engines"):
             if self.engine == "normal" and getattr(self, name) > 1:
                 raise ValueError(f"--{name.replace('_', '-')} needs --engine pair; see --dp")
@@ -124,8 +147,8 @@ SHARED_WITH_SERVICES = (
     "stop_preempted_request",
     "pull_back",
 )
-PREFILL_OPTIONS = ("waiting_policy",)
-DECODE_OPTIONS = ("speculative", "num_draft_tokens", "admission_estimate")
+PREFILL_OPTIONS = ("waiting_policy", "waiting_age_limit", "max_chunk_tokens")
+DECODE_OPTIONS = ("speculative", "num_draft_tokens", "admission_estimate", "retract_cheapest")
 
 
 async def serve(settings: StackSettings) -> int:
@@ -230,8 +253,16 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     engines: list[ChildSpec] = []
     if settings.engine == "pair":
         arguments = {
-            "prompt": [*shared, *_flags(settings, "chunk_handover", *PREFILL_OPTIONS)],
-            "completion": [*shared, *_flags(settings, *DECODE_OPTIONS)],
+            "prompt": [
+                *shared,
+                *_flags(settings, "chunk_handover", *PREFILL_OPTIONS),
+                *shlex.split(settings.prompt_args),
+            ],
+            "completion": [
+                *shared,
+                *_flags(settings, *DECODE_OPTIONS),
+                *shlex.split(settings.completion_args),
+            ],
         }
         counts = {"prompt": settings.prompt_engines, "completion": settings.completion_engines}
         for role, count in counts.items():
@@ -242,6 +273,7 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     for engine in engines:
         role = engine.name.partition("-")[0]
         proxy_arguments += [f"--{role}-url", engine.url]
+    proxy_arguments += shlex.split(settings.proxy_args)
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     proxy_url = f"http://{host}:{settings.port}"
     return [*engines, ChildSpec("proxy", "proxy", tuple(proxy_arguments), proxy_url, "/health")]
@@ -256,6 +288,7 @@ def _normal_services(settings: StackSettings, shared: list[str]) -> list[ChildSp
     arguments = [*shared, "--engine", "normal", *_flags(settings, *PREFILL_OPTIONS, *DECODE_OPTIONS)]
     for name in ("prefill_attempt_interval", "prefill_any_attempt_interval"):
         arguments += _flag(name, getattr(settings, name))
+    arguments += shlex.split(settings.completion_args)
     if settings.dp == 1:
         return [_service("normal", "completion_service", arguments)]
     arguments += ["--dp-size", str(settings.dp), "--dp-address", f"127.0.0.1:{_free_port()}"]

@@ -43,3 +43,33 @@ def test_who_prefills_is_told_the_waiting_policy_and_who_decodes_the_admission_e
     assert both & set(completion.arguments) == {"--no-admission-estimate"}
     normal, _ = stack_specs(StackSettings.model_validate({"engine": "normal", **chosen}))
     assert both <= set(normal.arguments)
+
+
+def test_any_flag_of_a_process_can_be_passed_on() -> None:
+    chosen = {
+        "prompt_args": "--lease-s 5",
+        "completion_args": "--grace-s 7 --zone 'rack 1'",
+        "proxy_args": "--max-migrations 2",
+        "max_chunk_tokens": 64,
+        "retract_cheapest": True,
+    }
+    prompt, completion, proxy = stack_specs(StackSettings.model_validate({"engine": "pair", **chosen}))
+    assert prompt.arguments[-2:] == ("--lease-s", "5")
+    assert "--max-chunk-tokens" in prompt.arguments
+    assert completion.arguments[-4:] == ("--grace-s", "7", "--zone", "rack 1")
+    assert "--retract-cheapest" in completion.arguments
+    assert proxy.arguments[-2:] == ("--max-migrations", "2")
+    del chosen["prompt_args"]
+    normal, _ = stack_specs(StackSettings.model_validate({"engine": "normal", **chosen}))
+    assert {"--max-chunk-tokens", "--retract-cheapest", "--grace-s"} <= set(normal.arguments)
+
+
+@pytest.mark.parametrize("name", ["prompt_args", "completion_args", "proxy_args"])
+def test_flags_that_are_not_well_quoted_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}: No closing quotation"):
+        StackSettings.model_validate({name: "--zone 'a"})
+
+
+def test_flags_of_engines_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="--prompt-args needs --engine pair"):
+        StackSettings.model_validate({"engine": "normal", "prompt_args": "--lease-s 5"})
