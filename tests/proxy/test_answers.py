@@ -318,9 +318,10 @@ async def test_request_ids_are_taken_from_the_client_or_made() -> None:
 
 
 async def test_requests_one_after_another_share_their_connections() -> None:
+    """Two hundred, and at most two connections to each engine."""
     answering = Answering("abc")
     async with pair_stack(answering.prompt, answering.completion) as running:
-        for _ in range(20):
+        for _ in range(200):
             assert (await running.complete()).status_code == 200
         transport = running.services.calls._http._transport
         assert isinstance(transport, EngineTransport)
