@@ -110,6 +110,7 @@ def event_of(role: EngineRole, output: RequestOutput) -> CompletionEvent:
         tokens=output.tokens,
         finish_reason=output.finish_reason,
         num_cached_tokens=output.num_cached_tokens if role == "normal" else None,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 

@@ -220,6 +220,7 @@ class LinkedStream:
             finish_reason=output.finish_reason,
             num_cached_tokens=output.num_cached_tokens if self._session.with_cached_tokens else None,
             logprobs=logprobs if any(logprobs) else None,
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     def _fail(self, failure: ServiceFailure) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.ipc import AddRequest, RequestOutput
+from engine.prompt_logprobs import take_prompt_logprobs
 from engine.sampler import Int64Array, SampledTokens
 from kv_transfer.messages import ChoiceStart
 from shared_scheduler import (
@@ -31,7 +32,7 @@ from shared_scheduler import (
     StepResults,
 )
 from wire.sampling import SamplingParams
-from wire.services import FinishReason, OutputToken
+from wire.services import FinishReason, OutputToken, PromptLogprobs
 
 FORK_MARK = "#"
 """Stands between a request's id and the number of a choice in the id of a fork; in no request's id."""
@@ -168,7 +169,7 @@ class Choices:
             group, sequence = draw.group, outputs.sequences[draw.row]
             assert sequence.is_finished == (not group.starts), "the scheduler stops where we do"
             group.num_cached_tokens = sequence.cache.hit_tokens
-            group.first_outputs = _first_outputs(draw, sampled)
+            group.first_outputs = _first_outputs(draw, sampled, take_prompt_logprobs(sequence, 0))
             if group.starts:
                 self._go_on(group, sequence, group.starts, now_s)
 
@@ -279,7 +280,9 @@ def _is_last_chunk(sequence: Sequence) -> bool:
     return sequence.num_output_tokens == 0 and sequence.schedule.chunked_rest_len == 0
 
 
-def _first_outputs(draw: FirstDraw, sampled: SampledTokens) -> list[RequestOutput]:
+def _first_outputs(
+    draw: FirstDraw, sampled: SampledTokens, prompt_logprobs: PromptLogprobs | None
+) -> list[RequestOutput]:
     return [
         RequestOutput(
             request_id=draw.group.request_id,
@@ -293,6 +296,7 @@ def _first_outputs(draw: FirstDraw, sampled: SampledTokens) -> list[RequestOutpu
             ),
             finish_reason=draw.group.reasons[choice],
             num_cached_tokens=draw.group.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
         for choice, place in enumerate(draw.places)
     ]

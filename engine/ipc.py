@@ -13,6 +13,7 @@ from wire.services import (
     FinishReason,
     OutputToken,
     PromptEngineAddress,
+    PromptLogprobs,
     ServiceError,
 )
 from wire.transfer import TransferPeer
@@ -77,6 +78,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[OutputToken, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    """With output token 0 of every choice, where they were asked for."""
     failure: RequestFailure | None = None
     is_last: bool = False
 

@@ -20,6 +20,7 @@ from engine.handover_role import HandoverRole
 from engine.histories import Histories
 from engine.ipc import AddRequest, EngineStats, RequestFailure, RequestOutput
 from engine.model_runner import Runner
+from engine.prompt_logprobs import keep_scores, prompt_spans, take_prompt_logprobs
 from engine.sampler import Sampler
 from engine.speculation import Speculation
 from engine.step_executor import (
@@ -277,7 +278,9 @@ class LLMEngine:
         if not outputs.is_empty or has_copies(copies):
             launched_s = self._clock()
             draws = self._choices.draws(outputs)
-            outcome = self._executor.launch(outputs, draws, self._histories.updates(outputs))
+            outcome = self._executor.launch(
+                outputs, draws, self._histories.updates(outputs), prompt_spans(outputs)
+            )
             self._in_flight.append(LaunchedStep(outputs, draws, outcome, launched_s))
         ended = (*outputs.finished, *outputs.ignored)
         self._role.after_step((), ended)
@@ -294,6 +297,7 @@ class LLMEngine:
         token_ids = self._choices.tokens_of_sequences(outputs, draws, outcome.token_ids)
         for index in outcome.failed:
             self._scheduler.fail(outputs.sequences[index].request_id, SequenceStatus.FINISHED_SO_FAILED)
+        keep_scores(outputs, outcome.scored)
         results = self._scheduler.process_outputs(outputs, token_ids, outcome.accepted, now_s=now_s)
         self._choices.part(outputs, draws, results, outcome.drawn, now_s)
         if outputs.prompt_run:
@@ -345,6 +349,7 @@ def report_results(
             ),
             finish_reason=sequence.finish_reason,
             num_cached_tokens=min(sequence.cache.hit_tokens, sequence.num_prompt_tokens),
+            prompt_logprobs=take_prompt_logprobs(sequence, sequence.num_output_tokens - num_new),
             is_last=sequence.finish_reason is not None,
         )
         for sequence, start, num_new, row in zip(outputs.sequences, offsets, counts, rows, strict=True)

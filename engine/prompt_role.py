@@ -125,7 +125,7 @@ class PromptHandover:
 
     def _is_fetched(self, request: AddRequest, sequence: Sequence, now_s: float) -> bool:
         """Has fetching a part of it begun?"""
-        if self._pull_back is None or request.previous_engine is None:
+        if self._pull_back is None or request.previous_engine is None or sequence.needs_whole_prompt:
             return False
         return self._pull_back.begin(sequence, request.previous_engine, now_s)
 

@@ -26,6 +26,7 @@ from engine.draw_rows import DrawRows
 from engine.edit_planner import EditPlanner
 from engine.histories import HistoryUpdate
 from engine.model_runner import Runner
+from engine.prompt_logprobs import PromptSpan, ScoredSpan, rows_of, score_spans
 from engine.sampler import Int32Array, Int64Array, SampledTokens, Sampler
 from engine.verification import Verified, verify
 from shared_scheduler import Batch, SchedulerOutputs
@@ -44,6 +45,8 @@ class StepOutcome:
     """What became of the drafts, if there were any."""
     failed: tuple[int, ...] = ()
     """Sequences with a token that their grammar does not allow, or with none that it allows next."""
+    scored: tuple[ScoredSpan, ...] = ()
+    """What was asked for of the prompts' own tokens."""
     forward_s: float = 0.0
     sampler_s: float = 0.0
 
@@ -94,6 +97,7 @@ class ModelStep:
         outputs: SchedulerOutputs,
         draws: FirstDraws,
         updates: Items[HistoryUpdate],
+        spans: Items[PromptSpan],
         previous: StepOutcome | None,
     ) -> StepOutcome:
         """`previous`: what the last step that had a batch has drawn, if this batch may need it."""
@@ -107,7 +111,7 @@ class ModelStep:
             uncommitted = {u.index: previous.tokens_of(int(sources[u.index])) for u in updates}
             batch = batch.resolve_inputs(previous.token_ids, previous.num_rejected)
         started_s = self._clock()
-        logits = self._logits(batch, draws)
+        logits, scored = self._logits(batch, draws, spans)
         computed_s = self._clock()
         for update in updates:
             update.history.commit(update)
@@ -121,18 +125,27 @@ class ModelStep:
             np.arange(ends.size) if verified is None else ends - batch.seqlens_q,
             verified,
             tuple(u.index for u in updates if u.history.has_failed or (u.index in dead and u.is_structured)),
+            scored,
             computed_s - started_s,
             self._clock() - computed_s,
         )
 
-    def _logits(self, batch: Batch, draws: FirstDraws) -> torch.Tensor:
-        """One row for every token that is drawn."""
+    def _logits(
+        self, batch: Batch, draws: FirstDraws, spans: Items[PromptSpan]
+    ) -> tuple[torch.Tensor, tuple[ScoredSpan, ...]]:
+        """One row for every token that is drawn, and what `spans` ask for."""
         if batch.has_drafts:
-            return self._runner.forward(batch, np.arange(batch.num_tokens))
-        logits = self._runner.forward(batch)
+            return self._runner.forward(batch, np.arange(batch.num_tokens)), ()
+        logits, scored = self._scored(batch, spans) if spans else (self._runner.forward(batch), ())
         if draws.sampling:
             logits = torch.cat((logits, logits[torch.from_numpy(draws.logit_rows)]))
-        return logits
+        return logits, scored
+
+    def _scored(self, batch: Batch, spans: Items[PromptSpan]) -> tuple[torch.Tensor, tuple[ScoredSpan, ...]]:
+        rows = rows_of(batch, spans)
+        logits = self._runner.forward(batch, rows)
+        last = np.searchsorted(rows, np.cumsum(batch.seqlens_q) - 1)
+        return logits[torch.from_numpy(last)], score_spans(logits, rows, spans)
 
 
 def dead_ends_of(
@@ -165,6 +178,7 @@ class StepExecutor(Protocol):
         outputs: SchedulerOutputs,
         draws: FirstDraws = NO_DRAWS,
         updates: Items[HistoryUpdate] = (),
+        spans: Items[PromptSpan] = (),
     ) -> Future[StepOutcome]:
         """The future's `result()` waits for the step and raises what the step raised."""
 
@@ -185,9 +199,10 @@ class SynchronousExecutor:
         outputs: SchedulerOutputs,
         draws: FirstDraws = NO_DRAWS,
         updates: Items[HistoryUpdate] = (),
+        spans: Items[PromptSpan] = (),
     ) -> Future[StepOutcome]:
         done: Future[StepOutcome] = Future()
-        done.set_result(self._step.run(outputs, draws, updates, None))
+        done.set_result(self._step.run(outputs, draws, updates, spans, None))
         return done
 
     def close(self) -> None:
@@ -210,8 +225,9 @@ class OverlappedExecutor:
         outputs: SchedulerOutputs,
         draws: FirstDraws = NO_DRAWS,
         updates: Items[HistoryUpdate] = (),
+        spans: Items[PromptSpan] = (),
     ) -> Future[StepOutcome]:
-        future = self._worker.submit(self._run, outputs, draws, updates, self._previous)
+        future = self._worker.submit(self._run, outputs, draws, updates, spans, self._previous)
         if outputs.batch is not None:
             self._previous = future
         return future
@@ -224,7 +240,9 @@ class OverlappedExecutor:
         outputs: SchedulerOutputs,
         draws: FirstDraws,
         updates: Items[HistoryUpdate],
+        spans: Items[PromptSpan],
         previous: Future[StepOutcome] | None,
     ) -> StepOutcome:
         """A step behind one that failed fails in the same way: its inputs do not exist."""
-        return self._step.run(outputs, draws, updates, None if previous is None else previous.result())
+        resolved = None if previous is None else previous.result()
+        return self._step.run(outputs, draws, updates, spans, resolved)

@@ -87,4 +87,5 @@ async def prefill(supervisor: EngineSupervisor, body: PromptRequest) -> PromptRe
         choices=tuple(PromptChoice(token=o.tokens[0], finish_reason=o.finish_reason) for o in outputs),
         num_prompt_tokens=len(body.prompt_token_ids) - body.num_replayed_tokens,
         num_cached_tokens=outputs[0].num_cached_tokens,
+        prompt_logprobs=outputs[0].prompt_logprobs,
     )

@@ -7,12 +7,14 @@ from typing import Any, Protocol
 
 from proxy.activity import Activity, Trace
 from proxy.client import Client
+from proxy.detokenizer import Vocabulary
+from proxy.echo import Echo
 from proxy.errors import ProxyError
 from proxy.message_delta import FinishReason, MessageDelta, ToolCallDelta
 from proxy.message_parser import MessageParser
 from proxy.metrics import ProxyMetrics
 from proxy.openai_responses import DONE, Answer, ResponseBuilder, ToolCall, Usage, error_frame
-from proxy.text_stream import EndOfText, TextStream
+from proxy.text_stream import EndOfText, TextDelta, TextStream
 from proxy.token_batch import TokenBatch
 from proxy.token_text import TokenText
 from wire.services import OutputToken
@@ -57,9 +59,16 @@ class Choice:
     """The sink of one choice's tokens: text, its parts, counts, and whom to give them to."""
 
     def __init__(
-        self, text: TextStream, parser: MessageParser, clock: ChoiceClock, out: "ChoiceOutput", echo: str = ""
+        self,
+        text: TextStream,
+        parser: MessageParser,
+        clock: ChoiceClock,
+        out: "ChoiceOutput",
+        vocabulary: Vocabulary,
+        echo: Echo | None = None,
     ) -> None:
-        """`echo`: what the choice's text begins with."""
+        """`echo`: what the choice begins with."""
+        self._vocabulary = vocabulary
         self._text = text
         self._parser = parser
         self._clock = clock
@@ -82,6 +91,8 @@ class Choice:
         self._clock.tick()
         if self._num_cached_tokens is None:
             self._num_cached_tokens = batch.num_cached_tokens
+        if self._echo is not None:
+            return self._accept_first(self._echo, batch)
         if not self._parser.may_think or len(batch.tokens) <= 1:
             return self._push(batch.tokens, batch.finish_reason)
         # One by one, so that the tokens of the reasoning can be told from the others.
@@ -90,12 +101,22 @@ class Choice:
             (last,), batch.finish_reason
         )
 
+    def _accept_first(self, echo: Echo, batch: TokenBatch) -> bool:
+        """Only texts have an echo, and they have no parts."""
+        self._echo = None
+        tokens, reason = ((), "length") if echo.is_all else (batch.tokens, batch.finish_reason)
+        text = self._text.push(tokens, reason)
+        prompt = echo.tokens(self._vocabulary, batch.prompt_logprobs)
+        return self._write(replace(text, text=echo.text + text.text, logprobs=prompt + text.logprobs))
+
     def _push(self, tokens: tuple[OutputToken, ...], finish_reason: EndOfText | None) -> bool:
-        delta = self._parser.push(self._text.push(tokens, finish_reason))
+        is_going_on = self._write(self._text.push(tokens, finish_reason))
         if self._parser.is_thinking:
             self.num_reasoning_tokens += len(tokens)
-        if self._echo:
-            delta, self._echo = replace(delta, content=self._echo + delta.content), ""
+        return is_going_on
+
+    def _write(self, text: TextDelta) -> bool:
+        delta = self._parser.push(text)
         self._out.write(delta)
         return delta.finish_reason is None
 

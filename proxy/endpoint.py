@@ -282,12 +282,14 @@ class _Exchange:
             end_token_ids=model.eos_token_ids | set(request.stop_token_ids or ()),
             visible_ids=model.visible_tag_ids if prompt.form.has_parts else frozenset(),
             with_logprobs=request.num_logprobs is not None,
+            num_chars_before=0 if prompt.echo is None else len(prompt.echo.text),
         )
         services = self._services
         clock = ChoiceClock(
             services.metrics, services.activity, trace, self._api.path, self._started_s, self._first_token
         )
-        return Choice(text, prompt.form.parser(), clock, answer.choice_output(index), prompt.echo)
+        out = answer.choice_output(index)
+        return Choice(text, prompt.form.parser(), clock, out, model.vocabulary, prompt.echo)
 
     async def _run_prompts(self) -> None:
         """All prompts at once; the first one that fails ends the others."""

@@ -33,6 +33,7 @@ from wire.services import (
     CompletionEvent,
     CompletionRequest,
     ErrorBody,
+    PromptLogprobs,
     PromptRequest,
     PromptResponse,
     ServiceError,
@@ -106,6 +107,7 @@ class EngineCalls:
         if len(answer.choices) != request.num_completions:
             asked = request.num_completions
             raise EngineBroke(engine.role, f"{len(answer.choices)} choices came where {asked} were asked for")
+        check_prompt_logprobs(engine, request, answer.prompt_logprobs)
         for choice in answer.choices:
             if choice.token.index != request.num_replayed_tokens:
                 raise EngineBroke(
@@ -229,7 +231,7 @@ class EventStreamLeg:
             reason = event.finish_reason
             end = reason if reason == "stop" or reason == "length" else None
             if event.tokens or end is not None:
-                batch = TokenBatch(event.tokens, end, event.num_cached_tokens)
+                batch = TokenBatch(event.tokens, end, event.num_cached_tokens, event.prompt_logprobs)
                 before = parts.get(event.choice)
                 parts[event.choice] = batch if before is None else before.followed_by(batch)
             if event.error is not None:
@@ -237,6 +239,18 @@ class EventStreamLeg:
             if reason is not None and end is None:
                 return LegBatch(parts, failure_from_finish(role, reason))
         return LegBatch(parts)
+
+
+def check_prompt_logprobs(
+    engine: Engine, request: PromptRequest | CompletionRequest, got: PromptLogprobs | None
+) -> None:
+    """Every prompt token but the first has some where they were asked for; `EngineBroke` otherwise."""
+    num_due = len(request.prompt_token_ids) - 1
+    if request.sampling.prompt_logprobs is not None and (got is None or len(got) != num_due):
+        num_got = 0 if got is None else len(got)
+        raise EngineBroke(
+            engine.role, f"the engine answered {num_got} prompt logprobs where {num_due} were due"
+        )
 
 
 @contextmanager

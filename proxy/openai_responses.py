@@ -209,8 +209,10 @@ def text_logprobs(tokens: Sequence[TokenText] | None) -> Json | None:
     }
 
 
-def _top_by_text(token: TokenText) -> Mapping[str, float]:
+def _top_by_text(token: TokenText) -> Mapping[str, float] | None:
     """Alternatives and the token itself; of two spelled alike the likelier one stays."""
+    if token.logprob is None:
+        return None
     by_text: dict[str, float] = {}
     for data, logprob in (*token.top, (token.data, token.logprob)):
         text = _readable(data)

@@ -112,6 +112,11 @@ class GenerationRequest(SamplingFields):
         return self
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to each of the prompt's own tokens; None: nothing of them is asked for."""
+        return None
+
+    @property
     def is_prompt_leg(self) -> bool:
         return bool(self.kv_transfer_params and self.kv_transfer_params.do_remote_decode)
 
@@ -201,20 +206,30 @@ class TextRequest(GenerationRequest):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: int | None = Field(None, ge=0)
+    """0: nothing but the echo."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if self.echo and self.logprobs is not None:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("invalid", "0 is only allowed with echo: true", {"field": "max_tokens"})
+        if self.num_prompt_logprobs is not None and self.kv_transfer_params is not None:
             raise PydanticCustomError(
-                "unsupported", "not supported together with echo", {"field": "logprobs"}
+                "unsupported",
+                "not supported with echo and kv_transfer_params",
+                {"field": "logprobs"},
             )
         return self
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     def prompts(self) -> list[str] | list[list[int]]:
         """`prompt` as a list of texts or of token ids; `BadRequest` where it is neither."""

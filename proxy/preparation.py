@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from proxy.echo import Echo
 from proxy.errors import BadRequest, ContextExceeded, NotServing, UnknownModel
 from proxy.kv_transfer_params import FIELD
 from proxy.message_parser import PLAIN, MessageForm
@@ -35,8 +36,8 @@ class PreparedPrompt:
     num_completions: int
     route: Route | SingleLeg
     form: MessageForm
-    echo: str = ""
-    """Text that each choice begins with, because the client asked for its prompt."""
+    echo: Echo | None = None
+    """What each choice begins with, because the client asked for its prompt."""
     cache_salt: str = ""
 
 
@@ -44,7 +45,7 @@ class PreparedPrompt:
 class _Rendered:
     token_ids: tuple[int, ...]
     form: MessageForm = PLAIN
-    echo: str = ""
+    echo: Echo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class Preparation:
         if isinstance(request, ChatRequest):
             return [await self._chat(request, max_tokens)]
         prompts = request.prompts()
-        return [await self._text_prompt(prompt, bool(request.echo), max_tokens) for prompt in prompts]
+        return [await self._text_prompt(prompt, request, max_tokens) for prompt in prompts]
 
     async def _chat(self, request: ChatRequest, max_tokens: int) -> _Rendered:
         text, tools = self._text, request.tool_use()
@@ -141,12 +142,16 @@ class Preparation:
         )
         return _Rendered(prompt.token_ids, form)
 
-    async def _text_prompt(self, prompt: str | list[int], is_echoed: bool, max_tokens: int) -> _Rendered:
+    async def _text_prompt(self, prompt: str | list[int], request: TextRequest, max_tokens: int) -> _Rendered:
         if isinstance(prompt, str):
             token_ids = await self._text.text_prompt(prompt, max_tokens)
-            return _Rendered(token_ids, echo=prompt if is_echoed else "")
-        token_ids = self._checked_ids(prompt)
-        return _Rendered(token_ids, echo=await self._text.text_of(token_ids) if is_echoed else "")
+        else:
+            token_ids = self._checked_ids(prompt)
+        if not request.echo:
+            return _Rendered(token_ids)
+        text = prompt if isinstance(prompt, str) else await self._text.text_of(token_ids)
+        judged_ids = token_ids if request.num_prompt_logprobs is not None else ()
+        return _Rendered(token_ids, echo=Echo(text, judged_ids, is_all=request.max_tokens == 0))
 
     def _checked_ids(self, token_ids: list[int]) -> tuple[int, ...]:
         limit = self._text.vocab_size
@@ -199,6 +204,8 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, route: HasEn
     if num_prompt_tokens >= limit:
         raise ContextExceeded.of_prompt(request.prompt_field, limit, num_prompt_tokens)
     name, asked = request.asked_max_tokens
+    if asked == 0:
+        return 1  # engines draw a token behind every prompt
     if asked is None or request.is_prompt_leg:  # routers ask the prompt engine for one token; more follow
         in_pool = max(1, max_pool_tokens(route) - num_prompt_tokens)
         return min(limit - num_prompt_tokens, in_pool)
@@ -260,6 +267,7 @@ def _sampling(request: ChatRequest | TextRequest, vocab_size: int) -> SamplingPa
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         structured=structured,
         logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
     )

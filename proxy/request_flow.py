@@ -20,7 +20,7 @@ from proxy.engine_waits import too_slow
 from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, EngineRefused, EngineUnreachable, failure_from_finish
 from proxy.leg_batch import CompletionLeg, LegBatch
-from proxy.legs import EngineCalls
+from proxy.legs import EngineCalls, check_prompt_logprobs
 from proxy.pairing import Pair, Route, Single
 from proxy.text_stream import EndOfText
 from proxy.token_batch import TokenBatch, TokenSink
@@ -72,6 +72,7 @@ class PromptWork:
         return replace(
             self,
             prompt_token_ids=(*self.prompt_token_ids, *token_ids),
+            sampling=replace(self.sampling, prompt_logprobs=None) if token_ids else self.sampling,
             num_replayed_tokens=len(token_ids),
         )
 
@@ -108,9 +109,8 @@ async def _run_single(
         if first.parts:
             calls.answered(engine)
         wanted = dict(enumerate(sinks))
-        await Relay(engine, wanted.keys(), wanted, next_index=work.num_replayed_tokens).run(
-            leg, first, timeouts.stall_s
-        )
+        relay = Relay(engine, wanted.keys(), wanted, next_index=work.num_replayed_tokens, prefilled=body)
+        await relay.run(leg, first, timeouts.stall_s)
 
 
 class _PairFlow:
@@ -182,7 +182,7 @@ class _PairFlow:
             if self._completion_failure is not None:
                 return  # the completion leg raises it
         for choice, (first, end) in enumerate(zip(answer.choices, ends, strict=True)):
-            batch = TokenBatch((first.token,), end, answer.num_cached_tokens)
+            batch = TokenBatch((first.token,), end, answer.num_cached_tokens, answer.prompt_logprobs)
             wants_more = self._sinks[choice].accept(batch)
             if wants_more and end is None:
                 self._wanted[choice] = self._sinks[choice]
@@ -308,10 +308,20 @@ class Relay:
     """Passes a completion stream's tokens on to the sinks of its choices, each in order of index."""
 
     def __init__(
-        self, engine: Engine, served: Iterable[int], sinks: Mapping[int, TokenSink], *, next_index: int
+        self,
+        engine: Engine,
+        served: Iterable[int],
+        sinks: Mapping[int, TokenSink],
+        *,
+        next_index: int,
+        prefilled: CompletionRequest | None = None,
     ) -> None:
-        """`served`: the choices that the engine generates; `sinks`: of those that want more."""
+        """`served`: the choices that the engine generates; `sinks`: of those that want more.
+
+        `prefilled`: what the engine was asked, where it has computed the prompt, too.
+        """
         self._engine = engine
+        self._prefilled = prefilled
         self._sinks = dict(sinks)
         self._next_index = dict.fromkeys(served, next_index)
         """Of the choices whose end the engine has not told."""
@@ -337,6 +347,8 @@ class Relay:
             raise EngineBroke(
                 self._engine.role, f"the engine sent tokens of choice {choice}, which is not due"
             )
+        if self._prefilled is not None and part.tokens and self._next_index[choice] == 0:
+            check_prompt_logprobs(self._engine, self._prefilled, part.prompt_logprobs)
         tokens = _in_order(self._engine, part.tokens, self._next_index[choice])
         self._next_index[choice] += len(tokens)
         if part.finish_reason is not None:
@@ -344,7 +356,9 @@ class Relay:
         sink = self._sinks.get(choice)
         if sink is None or not (tokens or part.finish_reason is not None):
             return
-        wants_more = sink.accept(TokenBatch(tokens, part.finish_reason, part.num_cached_tokens))
+        wants_more = sink.accept(
+            TokenBatch(tokens, part.finish_reason, part.num_cached_tokens, part.prompt_logprobs)
+        )
         if part.finish_reason is not None or not wants_more:
             del self._sinks[choice]
 

@@ -71,6 +71,8 @@ class Bounds:
 
     def hold(self, computed: PromptResponse) -> bool:
         """Engines say nothing else; a client that made it up could, and it would be taken for their fault."""
+        if computed.prompt_logprobs is not None:
+            return False  # nobody can ask for them in two legs
         return 0 <= computed.num_cached_tokens <= self.num_prompt_tokens and all(
             choice.finish_reason in (None, "stop", "length") and self._hold_token(choice.token)
             for choice in computed.choices

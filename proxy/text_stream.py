@@ -6,7 +6,7 @@ from typing import Literal
 
 from proxy.detokenizer import Vocabulary
 from proxy.stop_strings import StopStrings
-from proxy.token_text import TokenText
+from proxy.token_text import TokenText, token_text
 from wire.services import OutputToken
 
 EndOfText = Literal["stop", "length"]
@@ -32,16 +32,20 @@ class TextStream:
         end_token_ids: Collection[int] = (),
         visible_ids: frozenset[int] = frozenset(),
         with_logprobs: bool = False,
+        num_chars_before: int = 0,
     ) -> None:
-        """`end_token_ids` end an answer and are no part of its text; `visible_ids` are, special or not."""
+        """`end_token_ids` end an answer and are no part of its text; `visible_ids` are, special or not.
+
+        `num_chars_before`: of an echoed prompt, from whose beginning offsets count.
+        """
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.detokenizer(visible_ids)
         self._stops = StopStrings(stops)
         self._end_token_ids = end_token_ids
         self._with_logprobs = with_logprobs
         self._held: list[TokenText] = []
-        self._num_chars_read = 0
-        self._num_chars_out = 0
+        self._num_chars_read = num_chars_before
+        self._num_chars_out = num_chars_before
         self.num_tokens = 0
         """Tokens that made this answer, those of the stop string and the end token included."""
 
@@ -65,21 +69,11 @@ class TextStream:
 
     def _push_token(self, token: OutputToken) -> str:
         if self._with_logprobs and token.logprobs is not None:
-            self._held.append(self._describe(token))
+            described = token_text(self._vocabulary, token.token_id, self._num_chars_read, token.logprobs)
+            self._held.append(described)
         piece = self._detokenizer.push(token.token_id)
         self._num_chars_read += len(piece)
         return self._stops.push(piece)
-
-    def _describe(self, token: OutputToken) -> TokenText:
-        assert token.logprobs is not None
-        bytes_of, own = self._vocabulary.token_bytes, token.logprobs
-        top = zip(own.top_token_ids, own.top_logprobs, strict=False)
-        return TokenText(
-            data=bytes_of(token.token_id),
-            text_offset=self._num_chars_read,
-            logprob=own.logprob,
-            top=tuple((bytes_of(token_id), logprob) for token_id, logprob in top),
-        )
 
     def _release(self, text: str) -> tuple[TokenText, ...]:
         """Logprobs of tokens whose text has begun to go out; the rest waits with its text."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proxy.text_stream import EndOfText
-from wire.services import OutputToken
+from wire.services import OutputToken, PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +15,17 @@ class TokenBatch:
     finish_reason: EndOfText | None = None
     num_cached_tokens: int | None = None
     """Known with the first batch."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With output token 0, where they were asked for."""
 
     def followed_by(self, later: "TokenBatch") -> "TokenBatch":
         cached = self.num_cached_tokens if later.num_cached_tokens is None else later.num_cached_tokens
-        return TokenBatch(self.tokens + later.tokens, self.finish_reason or later.finish_reason, cached)
+        return TokenBatch(
+            self.tokens + later.tokens,
+            self.finish_reason or later.finish_reason,
+            cached,
+            self.prompt_logprobs,
+        )
 
 
 class TokenSink(Protocol):

@@ -241,7 +241,7 @@ def _batch(leg: "LinkedLeg", part: StreamPart) -> LegBatch:
     end = reason if reason == "stop" or reason == "length" else None
     parts = {}
     if part.token_ids or end is not None:
-        parts[part.choice] = TokenBatch(part.tokens(), end, part.num_cached_tokens)
+        parts[part.choice] = TokenBatch(part.tokens(), end, part.num_cached_tokens, part.prompt_logprobs)
     failure: EngineFailure | None = None
     if part.error is not None:
         failure = failure_from_event(leg.engine.role, part.error, part.error_status)

@@ -52,6 +52,8 @@ class Reuse:
 
         With states it starts from a copy of one, for which another slot must be free.
         """
+        if sequence.needs_whole_prompt:
+            return NO_HIT
         num_tokens = sequence.num_tokens - 1
         if self.cache is None or self._states is None:
             return self.find(sequence, num_tokens)

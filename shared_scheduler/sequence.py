@@ -27,8 +27,8 @@ class Sequence:
 
     __slots__ = (
         "_num_stored", "_reason", "_row", "_rows", "_tokens", "arrival_s", "cache", "cache_salt",
-        "compressed_token_ids", "draft", "history", "num_prompt_tokens", "priority", "request_id",
-        "routing_key", "sampling", "schedule", "structured",
+        "compressed_token_ids", "draft", "history", "num_prompt_tokens", "priority", "prompt_scores",
+        "request_id", "routing_key", "sampling", "schedule", "structured",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +56,8 @@ class Sequence:
         """Parallel ids of a smaller tokenizer; carried along, never read here."""
         self.history: object | None = None
         """What the engine keeps of the tokens to draw the next; carried along, never read here."""
+        self.prompt_scores: object | None = None
+        """What the engine has found out about the prompt's own tokens; carried along, never read here."""
         self.arrival_s = 0.0
         self.cache = CacheLedger(block_size)
         self.cache_salt = cache_salt
@@ -160,6 +162,11 @@ class Sequence:
     @property
     def is_in_flight(self) -> bool:
         return self.schedule.total_inflight_tokens > 0
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Is every prompt token to be computed, because cached ones have no logits?"""
+        return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def is_unadmitted_fork(self) -> bool:

@@ -56,6 +56,8 @@ class SamplingParams:
     structured: StructuredOutput | None = None
     logprobs: int | None = None
     """Number of alternatives reported beside each token's own logprob; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's own tokens, each given those before it; they come with output token 0."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -78,8 +80,10 @@ class SamplingParams:
         self._check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         self._check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.logprobs is not None:
-            self._check_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            num_asked = getattr(self, name)
+            if num_asked is not None:
+                self._check_range(name, num_asked, 0, MAX_TOP_LOGPROBS)
         self._check_logit_bias()
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"

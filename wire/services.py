@@ -30,7 +30,7 @@ it is no failure."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one output position, of the unmodified model distribution."""
+    """Natural-log probabilities at one position, of the unmodified model distribution."""
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()
@@ -44,6 +44,10 @@ class OutputToken:
     index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+PromptLogprobs: TypeAlias = tuple[TokenLogprobs, ...]
+"""Of all prompt tokens but the first, which nothing comes before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +141,8 @@ class PromptResponse:
     choices: tuple[PromptChoice, ...]
     num_prompt_tokens: int
     num_cached_tokens: int
+    prompt_logprobs: PromptLogprobs | None = None
+    """Where they were asked for, and no output token is replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +187,8 @@ class CompletionEvent:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None
     """Prompt tokens found cached; only from a NORMAL engine, the same number in every event."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """As in `PromptResponse`; only from a NORMAL engine, with output token 0 of every choice."""
     error: "ServiceError | None" = None
     error_status: int | None = None
     """The HTTP status `error` would have had, had it come before the status line."""

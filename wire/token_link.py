@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from wire.services import FinishReason, OutputToken, ServiceError, TokenLogprobs
+from wire.services import FinishReason, OutputToken, PromptLogprobs, ServiceError, TokenLogprobs
 
 LINK_PATH = "/v1/link"
 BEAT_S = 1.0
@@ -58,6 +58,7 @@ class StreamPart(msgspec.Struct, frozen=True, array_like=True):
     error_status: int | None = None
     leaves_in_s: float | None = None
     """Of LINK: nothing new is taken, and what is open then will be cut."""
+    prompt_logprobs: PromptLogprobs | None = None
 
     def tokens(self) -> tuple[OutputToken, ...]:
         logprobs = self.logprobs or (None,) * len(self.token_ids)

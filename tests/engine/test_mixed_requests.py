@@ -22,7 +22,7 @@ WISHES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "max_tokens": 40},
     {"seed": 11},
     {"seed": 12, "top_k": 7, "top_p": 0.8},
-    {"seed": 13, "min_p": 0.2},
+    {"seed": 13, "min_p": 0.2, "prompt_logprobs": 2},
     {"temperature": 0.0, "repetition_penalty": 1.6},
     {"temperature": 0.0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
     {"seed": 14, "repetition_penalty": 1.3, "presence_penalty": -1.0},
@@ -31,7 +31,7 @@ WISHES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "structured": SCHEMA, "max_tokens": 60},
     {"seed": 16, "structured": SCHEMA, "max_tokens": 60, "logprobs": 2},
     {"seed": 17, "structured": CHOICE, "n": 3},
-    {"seed": 18, "n": 3, "frequency_penalty": 1.0},
+    {"seed": 18, "n": 3, "frequency_penalty": 1.0, "prompt_logprobs": 0},
     {"seed": 19, "logprobs": 3},
     {"temperature": 0.0, "logprobs": 0, "repetition_penalty": 1.2, "stop_token_ids": (30, 31)},
 )

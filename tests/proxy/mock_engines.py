@@ -19,6 +19,7 @@ from wire.services import (
     FinishReason,
     OutputToken,
     PromptChoice,
+    PromptLogprobs,
     PromptRequest,
     PromptResponse,
     ServiceError,
@@ -88,17 +89,24 @@ class Call:
         finish_reason: FinishReason | None = None,
         num_cached_tokens: int = 0,
         logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         choice = PromptChoice(token=token(0, token_id, logprobs), finish_reason=finish_reason)
-        await self.first_tokens(choice, num_cached_tokens=num_cached_tokens)
+        await self.first_tokens(choice, num_cached_tokens=num_cached_tokens, prompt_logprobs=prompt_logprobs)
 
-    async def first_tokens(self, *choices: PromptChoice, num_cached_tokens: int = 0) -> None:
+    async def first_tokens(
+        self,
+        *choices: PromptChoice,
+        num_cached_tokens: int = 0,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> None:
         request = self.prompt_request
         answer = PromptResponse(
             request_id=request.request_id,
             choices=choices,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
         await self.answer(200, msgspec.json.encode(answer))
 
@@ -158,6 +166,7 @@ class LinkedCall(Call):
                 logprobs=tuple(made.logprobs for made in event.tokens),
                 error=event.error,
                 error_status=event.error_status,
+                prompt_logprobs=event.prompt_logprobs,
             )
         )
 

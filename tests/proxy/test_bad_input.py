@@ -241,7 +241,12 @@ async def test_arguments_with_half_a_surrogate_pair_are_a_text(stack: Stack) -> 
         ({"logprobs": -1}, "logprobs", "invalid_value"),
         ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logprobs": True}, "logprobs", "invalid_type"),
-        ({"echo": True, "logprobs": 1}, "logprobs", "unsupported_parameter"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "invalid_value"),
+        (
+            {"echo": True, "logprobs": 1, "kv_transfer_params": {"do_remote_decode": True}},
+            "logprobs",
+            "unsupported_parameter",
+        ),
         ({"tools": [tool("f")]}, "tools", "unsupported_parameter"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
