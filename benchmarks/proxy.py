@@ -1,208 +1,161 @@
-"""What the proxy costs: CPU per token and per small request, with token links and with a stream per request.
+"""What a proxy costs: CPU per token and per small request, beside the obvious design and other routers.
 
-Both ways run in one go, before the same kind of engine: the real completion service with an engine that only
-counts (`benchmarks.paced_engine`). CPU time is that of the proxy's process, and of the service's;
-detokenization and JSON are part of the proxy's.
+All proxies run in one go, each before a mock engine of its own, and are measured in turns or at the same time, by the
+CPU time of their process trees. Tandem's proxy makes text of token ids, which no other here does; what that costs is
+a row of its own, and it is part of all other rows. Routers from PyPI take part where their programs are named, such
+as `--router smg=/opt/smg/bin/smg`.
 """
 
+import argparse
 import asyncio
-import contextlib
-import json
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
 from statistics import median
-from urllib.parse import urlsplit
 
-import httpx
-import psutil
+import uvloop
 
+from benchmarks.proxy_candidates import OURS, ROUTERS, Candidate, Running, candidates, running
+from benchmarks.proxy_load import open_streams, small_requests
 from benchmarks.report import Report, argument_parser
-from benchmarks.stack_process import free_port
+from proxy.text_model import TextModel
+from proxy.text_stream import TextStream
+from wire.services import OutputToken
 
-WAYS = {"a request each": "--no-token-link", "token link": "--token-link"}
-STREAMS = (16, 64)
+PACED_STREAMS = (16, 64)
 STEP_S = 0.05
-WINDOW_S = 3.0
+UNPACED_STREAMS = 64
+WINDOW_S = 2.0
 NUM_WINDOWS = 3
-NUM_CLIENTS = 16
-NUM_SMALL_REQUESTS = 400
 SETTLE_S = 1.0
+CLIENTS = (1, 16, 256)
+NUM_SMALL_REQUESTS = 768
+NUM_TEXT_TOKENS = 100_000
+
+Costs = dict[str, list[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Processes:
-    """One proxy and the service behind it."""
-
-    url: str
-    proxy: psutil.Process
-    service: psutil.Process
-
-    def cpu_s(self) -> tuple[float, float]:
-        return _cpu_s(self.proxy), _cpu_s(self.service)
-
-
-@dataclass(slots=True)
-class Counter:
-    num_tokens: int = 0
-
-
-async def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    arguments = parser.parse_args()
-    report = Report("proxy")
-    paced = {num_streams: await measure_streams(arguments.model, num_streams) for num_streams in STREAMS}
-    for num_streams, costs in paced.items():
-        add_rows(report, f"{num_streams} paced streams", "CPU per token", costs)
-    add_rows(
-        report, f"{NUM_CLIENTS} clients", "CPU per small request", await measure_requests(arguments.model)
-    )
+async def main(arguments: argparse.Namespace) -> None:
+    some = [one for one in candidates(dict(arguments.router)) if arguments.only in ("", one.name)]
+    model, report = arguments.model, Report("proxy")
+    if "paced" in arguments.rows:
+        for num_streams in PACED_STREAMS:
+            costs = await measure_paced(some, model, num_streams)
+            add_rows(report, f"{num_streams} paced streams", "CPU per token", "us", costs, 1e6)
+    if "unpaced" in arguments.rows:
+        rates = await measure_unpaced(some, model)
+        add_rows(report, f"{UNPACED_STREAMS} streams, unpaced", "tokens per second", "1/s", rates)
+    if "requests" in arguments.rows:
+        await add_request_rows(report, some, model)
+    if "text" in arguments.rows:
+        report.add(f"{OURS}: text of a token alone", "CPU per token", text_cost_s(model) * 1e6, "us")
     report.finish(arguments.json)
 
 
-def add_rows(report: Report, case: str, metric: str, costs: dict[str, tuple[float, float]]) -> None:
-    """`costs`: by way, seconds of the proxy's and of the service's CPU."""
-    baselines = costs["a request each"]
-    for way, values in costs.items():
-        for place, process in enumerate(("proxy", "service")):
-            report.add(
-                f"{case}, {way}", f"{process} {metric}", values[place] * 1e6, "us", baselines[place] * 1e6
-            )
+def add_rows(
+    report: Report, case: str, metric: str, unit: str, values: Costs, factor: float = 1.0
+) -> None:
+    """The baseline is the best of the others."""
+    medians = {name: median(some) * factor for name, some in values.items()}
+    others = [value for name, value in medians.items() if name != OURS]
+    best = max if unit == "1/s" else min
+    for name, value in medians.items():
+        report.add(f"{case}: {name}", metric, value, unit, best(others) if others and name == OURS else None)
 
 
-async def measure_streams(model: str, num_streams: int) -> dict[str, tuple[float, float]]:
-    with running_ways(model, STEP_S) as ways:
-        await asyncio.gather(*(until_ready(processes.url) for processes in ways.values()))
-        async with contextlib.AsyncExitStack() as streams:
-            counters = {
-                way: await streams.enter_async_context(open_streams(processes.url, model, num_streams))
-                for way, processes in ways.items()
-            }
-            await asyncio.sleep(SETTLE_S)
-            windows: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-            for _ in range(NUM_WINDOWS):
-                # All ways run at the same time, so that the machine is the same for both.
-                before = {way: (ways[way].cpu_s(), counters[way].num_tokens) for way in ways}
-                await asyncio.sleep(WINDOW_S)
-                for way in ways:
-                    (proxy_s, service_s), num_tokens = before[way]
-                    num_new = counters[way].num_tokens - num_tokens
-                    now = ways[way].cpu_s()
-                    windows[way].append(((now[0] - proxy_s) / num_new, (now[1] - service_s) / num_new))
-    return {way: _median(costs) for way, costs in windows.items()}
-
-
-async def measure_requests(model: str) -> dict[str, tuple[float, float]]:
-    with running_ways(model, 0.001) as ways:
-        await asyncio.gather(*(until_ready(processes.url) for processes in ways.values()))
-        costs: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+async def measure_paced(some: list[Candidate], model: str, num_streams: int) -> Costs:
+    """All at the same time, so that the machine is the same for all."""
+    costs: Costs = {one.name: [] for one in some}
+    async with running(some, model, STEP_S) as proxies, AsyncExitStack() as streams:
+        counters = {
+            name: await streams.enter_async_context(open_streams(proxy.url, model, num_streams))
+            for name, proxy in proxies.items()
+        }
+        await asyncio.sleep(SETTLE_S)
         for _ in range(NUM_WINDOWS):
-            for way, processes in ways.items():
-                before = processes.cpu_s()
-                await small_requests(processes.url, model)
-                now = processes.cpu_s()
-                costs[way].append(
-                    ((now[0] - before[0]) / NUM_SMALL_REQUESTS, (now[1] - before[1]) / NUM_SMALL_REQUESTS)
-                )
-    return {way: _median(values) for way, values in costs.items()}
+            before = {name: (proxies[name].cpu_s(), counters[name].num_tokens) for name in proxies}
+            await asyncio.sleep(WINDOW_S)
+            for name, (cpu_s, num_tokens) in before.items():
+                num_new = counters[name].num_tokens - num_tokens
+                costs[name].append((proxies[name].cpu_s() - cpu_s) / num_new)
+    return costs
 
 
-@contextlib.contextmanager
-def running_ways(model: str, step_s: float) -> Iterator[dict[str, Processes]]:
-    started: list[subprocess.Popen[bytes]] = []
+async def measure_unpaced(some: list[Candidate], model: str) -> Costs:
+    """One after the other: they would take the processors from each other."""
+    rates: Costs = {one.name: [] for one in some}
+    async with running(some, model, 0.0) as proxies:
+        for _ in range(NUM_WINDOWS):
+            for name, proxy in proxies.items():
+                async with open_streams(proxy.url, model, UNPACED_STREAMS) as counter:
+                    await asyncio.sleep(SETTLE_S)
+                    before, since_s = counter.num_tokens, time.perf_counter()
+                    await asyncio.sleep(WINDOW_S)
+                    rates[name].append((counter.num_tokens - before) / (time.perf_counter() - since_s))
+                    if counter.num_ended:
+                        raise RuntimeError(f"{name} ended {counter.num_ended} streams")
+    return rates
 
-    def start(*arguments: str) -> psutil.Process:
-        process = subprocess.Popen([sys.executable, "-m", *arguments])
-        started.append(process)
-        return psutil.Process(process.pid)
 
-    try:
-        ways = {}
-        for way, flag in WAYS.items():
-            engine_port, port = free_port(), free_port()
-            engine = start(
-                "benchmarks.paced_engine",
-                "--port",
-                str(engine_port),
-                "--step-s",
-                str(step_s),
-                "--model",
-                model,
+async def add_request_rows(report: Report, some: list[Candidate], model: str) -> None:
+    async with running(some, model, 0.0) as proxies:
+        engines = {name: await measure_requests(proxies, model, clients) for name, clients in ()}
+        assert not engines
+        for num_clients in CLIENTS:
+            costs, _ = await measure_requests(proxies, model, num_clients)
+            add_rows(report, f"{num_clients} clients", "CPU per small request", "us", costs, 1e6)
+        costs, _ = await measure_requests(proxies, model, 16, stream=True)
+        add_rows(report, "16 clients, streamed", "CPU per small request", "us", costs, 1e6)
+        _, waits = await measure_requests(proxies, model, 1, stream=True)
+        add_rows(report, "1 client, streamed", "time to first token", "ms", waits, 1e3)
+
+
+async def measure_requests(
+    proxies: Mapping[str, Running], model: str, num_clients: int, *, stream: bool = False
+) -> tuple[Costs, Costs]:
+    """CPU seconds of a request, and the medians of the times to the first byte of an answer."""
+    costs: Costs = {name: [] for name in proxies}
+    waits: Costs = {name: [] for name in proxies}
+    for _ in range(NUM_WINDOWS):
+        for name, proxy in proxies.items():
+            before = proxy.cpu_s()
+            waited = await small_requests(
+                proxy.url, model, num_clients=num_clients, num_requests=NUM_SMALL_REQUESTS, stream=stream
             )
-            engine_url = f"http://127.0.0.1:{engine_port}"
-            proxy = start(
-                "proxy", "--port", str(port), "--model", model, "--normal-url", engine_url, flag,
-                "--log-level", "warning",
-            )  # fmt: skip
-            ways[way] = Processes(f"http://127.0.0.1:{port}", proxy, engine)
-        yield ways
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+            costs[name].append((proxy.cpu_s() - before) / NUM_SMALL_REQUESTS)
+            waits[name].append(median(waited.first_byte_s))
+    return costs, waits
 
 
-async def until_ready(url: str) -> None:
-    async with httpx.AsyncClient(timeout=5.0) as client:
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if (await client.get(url + "/health")).status_code == 200:
-                    return
-            await asyncio.sleep(0.1)
+def text_cost_s(model: str) -> float:
+    """Of one token: ids to text, as every stream does it."""
+    from model_files import resolve_model
+
+    text = TextModel.from_files(resolve_model(model))
+    stream = TextStream(text.vocabulary)
+    tokens = [(OutputToken(index=index, token_id=1000 + index % 500),) for index in range(NUM_TEXT_TOKENS)]
+    since_s = time.process_time()
+    for token in tokens:
+        stream.push(token, None)
+    return (time.process_time() - since_s) / NUM_TEXT_TOKENS
 
 
-@contextlib.asynccontextmanager
-async def open_streams(url: str, model: str, num_streams: int) -> AsyncIterator[Counter]:
-    counter = Counter()
-    reading = [asyncio.create_task(_read_stream(url, model, counter)) for _ in range(num_streams)]
-    try:
-        yield counter
-    finally:
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
+def _router(value: str) -> tuple[str, Path]:
+    name, _, path = value.partition("=")
+    if name not in ROUTERS or not path:
+        raise argparse.ArgumentTypeError(f"{value!r} is not NAME=PROGRAM with a NAME of {', '.join(ROUTERS)}")
+    return name, Path(path)
 
 
-async def _read_stream(url: str, model: str, counter: Counter) -> None:
-    reader, writer = await _post(url, {"model": model, "prompt": "hi", "max_tokens": 100_000, "stream": True})
-    try:
-        while data := await reader.read(1 << 16):
-            counter.num_tokens += data.count(b"data: ")
-    finally:
-        writer.close()
-
-
-async def small_requests(url: str, model: str) -> None:
-    async def client() -> None:
-        for _ in range(NUM_SMALL_REQUESTS // NUM_CLIENTS):
-            reader, writer = await _post(
-                url, {"model": model, "prompt": "hi", "max_tokens": 4, "stream": True}
-            )
-            await reader.readuntil(b"[DONE]")
-            writer.close()
-
-    await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
-
-
-async def _post(url: str, body: dict[str, object]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
-    return reader, writer
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _median(costs: list[tuple[float, float]]) -> tuple[float, float]:
-    return median(cost[0] for cost in costs), median(cost[1] for cost in costs)
+def _arguments() -> argparse.Namespace:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--router", type=_router, action="append", default=[], metavar="NAME=PROGRAM")
+    parser.add_argument("--only", default="", help="measure the proxy of this name alone")
+    parser.add_argument("--rows", nargs="*", default=["paced", "unpaced", "requests", "text"])
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    uvloop.run(main(_arguments()))

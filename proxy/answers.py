@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import msgspec
+
 from proxy.activity import Activity, Trace
 from proxy.client import Client
 from proxy.detokenizer import Vocabulary
@@ -13,7 +15,15 @@ from proxy.errors import ProxyError
 from proxy.message_delta import FinishReason, MessageDelta, ToolCallDelta
 from proxy.message_parser import MessageParser
 from proxy.metrics import ProxyMetrics
-from proxy.openai_responses import DONE, Answer, ResponseBuilder, ToolCall, Usage, error_frame
+from proxy.openai_responses import (
+    DONE,
+    Answer,
+    ContentChunks,
+    ResponseBuilder,
+    ToolCall,
+    Usage,
+    error_frame,
+)
 from proxy.text_stream import EndOfText, TextDelta, TextStream
 from proxy.token_batch import TokenBatch
 from proxy.token_text import TokenText
@@ -107,7 +117,7 @@ class Choice:
         tokens, reason = ((), "length") if echo.is_all else (batch.tokens, batch.finish_reason)
         text = self._text.push(tokens, reason)
         prompt = echo.tokens(self._vocabulary, batch.prompt_logprobs)
-        return self._write(replace(text, text=echo.text + text.text, logprobs=prompt + text.logprobs))
+        return self._write(msgspec.structs.replace(text, text=echo.text + text.text, logprobs=prompt + text.logprobs))
 
     def _push(self, tokens: tuple[OutputToken, ...], finish_reason: EndOfText | None) -> bool:
         is_going_on = self._write(self._text.push(tokens, finish_reason))
@@ -133,8 +143,12 @@ class StreamedChoice:
         self._client = client
         self._stream = stream
         self._is_first = True
+        self._content_chunks = stream.content_chunks(index)
 
     def write(self, delta: MessageDelta) -> None:
+        if self._content_chunks is not None and delta.is_plain and not self._is_first:
+            self._client.send_events(self._content_chunks.chunk(delta.content))
+            return
         events = b""
         if self._is_first or delta.has_parts:
             events = self._stream.delta(self._index, delta, self._is_first)
@@ -153,6 +167,12 @@ class ChunkStream:
     with_logprobs: bool
     usage: Callable[[], Usage] | None
     """Of the request so far, for every chunk."""
+
+    def content_chunks(self, index: int) -> ContentChunks | None:
+        """For deltas of content alone, where nothing else is in their chunks."""
+        if self.with_logprobs or self.usage is not None:
+            return None
+        return self.builder.content_chunks(index)
 
     def delta(self, index: int, delta: MessageDelta, is_first: bool) -> bytes:
         return self.builder.delta_chunk(

@@ -13,6 +13,14 @@ PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 """Beginnings of paths; health, metrics, the version and the web page are for operators and open."""
 
 
+def is_let_in(keys: SecretKeys, scope: Scope) -> bool:
+    """No key is needed, or the request has one of them."""
+    if not keys.is_required:
+        return True
+    given = bearer_token(scope["headers"])
+    return given is not None and keys.accept(given)
+
+
 @dataclass(frozen=True, slots=True)
 class ApiKeyCheck:
     """Middleware; answers 401 before anything of the body is read."""
@@ -23,17 +31,14 @@ class ApiKeyCheck:
     metrics: ProxyMetrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._is_closed(scope):
+        if scope["type"] != "http" or self._is_open(scope):
             await self.app(scope, receive, send)
             return
         self.metrics.refused_keys.inc()
         await self._refuse(scope, receive, send)
 
-    def _is_closed(self, scope: Scope) -> bool:
-        if not self.keys.is_required or not scope["path"].startswith(PROTECTED):
-            return False
-        given = bearer_token(scope["headers"])
-        return given is None or not self.keys.accept(given)
+    def _is_open(self, scope: Scope) -> bool:
+        return not scope["path"].startswith(PROTECTED) or is_let_in(self.keys, scope)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings = self.settings

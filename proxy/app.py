@@ -35,6 +35,7 @@ from proxy.operation_routes import add_operations, json_response
 from proxy.page.routes import add_page
 from proxy.pairing import PairingRules
 from proxy.preparation import Preparation, TokenLimits
+from proxy.proxy_app import ProxyApp
 from proxy.request_ids import RequestIds
 from proxy.responses_api.answer import RESPONSES
 from proxy.routes import Routes
@@ -50,7 +51,7 @@ KEEPALIVE_S = 4.0
 """Below the 5 s after which an idle uvicorn closes, so that no request meets a closing connection."""
 
 
-def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient | None = None) -> FastAPI:
+def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient | None = None) -> ProxyApp:
     """The application; its lifespan owns the connections to engines and the tasks that watch them."""
     keys = secret_keys(settings.api_keys, settings.api_keys_file)
     service_token = secret_keys(settings.service_token, settings.service_token_file)
@@ -75,7 +76,7 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
             await http.aclose()
             text.close()
 
-    app = FastAPI(title="Tandem", version=_version(), docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = ProxyApp(keys, title="Tandem", version=_version(), docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.services = services
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_mistake)
@@ -185,9 +186,10 @@ def _services(
     )
 
 
-def _add_generation(app: FastAPI, services: ProxyServices) -> None:
+def _add_generation(app: ProxyApp, services: ProxyServices) -> None:
     for api in (*APIS, RESPONSES):
         endpoint = GenerationEndpoint(api, services)
+        app.serve_directly(api.path, endpoint)
         app.router.routes.append(Route(api.path, endpoint=endpoint, methods=["POST"]))
 
 

@@ -1,18 +1,22 @@
 """Sends one stream's events to its client; what a slow reader has not taken yet waits here, up to a limit.
 
-Whoever generates tokens never waits for a client: `put` returns at once. A client that leaves more unread
-than the limit, or reads nothing for a while, is given up.
+Whoever generates tokens never waits for a client: `put` returns at once. Everything that was put in one turn of
+the event loop leaves as one part, without a task: only while a client's buffers are full does a task wait for
+them. A client that leaves more unread than the limit, or reads nothing for a while, is given up.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from functools import partial
+from typing import Any
 
-SendPart = Callable[[bytes, bool], Awaitable[None]]
+SendPart = Callable[[bytes, bool], Coroutine[Any, Any, None]]
 """Sends a part of a body, and whether it is the last; waits while the client's buffers are full."""
 
 
 class EventWriter:
-    """One writing task per stream; owned by the stream's `Client`."""
+    """Owned by the stream's `Client`."""
 
     def __init__(
         self, send: SendPart, gave_up: asyncio.Future[None], *, max_backlog_bytes: int, stall_timeout_s: float
@@ -25,12 +29,16 @@ class EventWriter:
         self._backlog: list[bytes] = []
         self._num_bytes = 0
         self._is_ended = False
-        self._waiting: asyncio.Future[None] | None = None
-        loop = asyncio.get_running_loop()
-        self._sending_since_s: float | None = None
+        self._is_last = False
+        """What was sent latest ends the stream."""
+        self._is_due = False
+        """The backlog leaves at the end of this turn."""
+        self._loop = asyncio.get_running_loop()
+        self._sent_all: asyncio.Future[None] = self._loop.create_future()
+        self._waiting: asyncio.Task[None] | None = None
+        self._waiting_since_s = 0.0
         # A timer a stream, not one for every token.
-        self._watch = loop.call_later(stall_timeout_s / 4, self._check_stall)
-        self._writing = loop.create_task(self._write())
+        self._watch = self._loop.call_later(stall_timeout_s / 4, self._check_stall)
 
     @property
     def num_backlog_bytes(self) -> int:
@@ -43,49 +51,94 @@ class EventWriter:
         self._num_bytes += len(events)
         if self._num_bytes > self._max_backlog_bytes:
             self._give_up()
-        self._wake()
+        if not self._is_due and self._waiting is None:
+            self._is_due = True
+            self._loop.call_soon(self._write)
 
     async def end(self) -> None:
         """Return when everything is sent, and the end of the stream behind it."""
         self._is_ended = True
-        self._wake()
-        await asyncio.wait((self._writing, self._gave_up), return_when=asyncio.FIRST_COMPLETED)
+        self._write()
+        if not self._sent_all.done():
+            await asyncio.wait((self._sent_all, self._gave_up), return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
         self._watch.cancel()
-        self._writing.cancel()
-        await asyncio.gather(self._writing, return_exceptions=True)
+        self._sent_all.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
+            await asyncio.gather(self._waiting, return_exceptions=True)
 
-    async def _write(self) -> None:
-        loop, is_last = asyncio.get_running_loop(), False
-        while not is_last:
-            if not self._backlog and not self._is_ended:
-                await self._more()
-            data, is_last = b"".join(self._backlog), self._is_ended
-            self._backlog.clear()
-            self._sending_since_s = loop.time()
-            await self._send(data, is_last)
-            self._sending_since_s = None
-            self._num_bytes -= len(data)
-
-    async def _more(self) -> None:
-        self._waiting = asyncio.get_running_loop().create_future()
+    def _write(self) -> None:
+        """Send the backlog as far as that needs no waiting."""
+        self._is_due = False
+        if self._waiting is not None or self._sent_all.done() or self._gave_up.done():
+            return
+        if not self._backlog and not self._is_ended:
+            return
+        sending, num_bytes = self._next_part()
         try:
-            await self._waiting
+            # The first step of an ASGI server's `send` is its last, unless the client's buffers are full.
+            awaited = sending.send(None)
+        except StopIteration:
+            self._sent(num_bytes)
+        except Exception:  # whatever it is, nothing more can be sent
+            self._give_up()
+        else:
+            self._waiting_since_s = self._loop.time()
+            self._waiting = self._loop.create_task(self._wait(_resumed(sending, awaited), num_bytes))
+
+    async def _wait(self, sending: Awaitable[None], num_bytes: int) -> None:
+        """Until the client has taken this part, and all that gathers meanwhile."""
+        try:
+            await sending
+            self._sent(num_bytes)
+            while self._backlog or (self._is_ended and not self._sent_all.done()):
+                more, num_bytes = self._next_part()
+                self._waiting_since_s = self._loop.time()
+                await more
+                self._sent(num_bytes)
+        except Exception:
+            self._give_up()
         finally:
             self._waiting = None
 
-    def _check_stall(self) -> None:
-        loop, since_s = asyncio.get_running_loop(), self._sending_since_s
-        if since_s is not None and loop.time() - since_s > self._stall_timeout_s:
-            self._give_up()
-        elif not self._writing.done():
-            self._watch = loop.call_later(self._stall_timeout_s / 4, self._check_stall)
+    def _next_part(self) -> tuple[Coroutine[Any, Any, None], int]:
+        data = self._backlog[0] if len(self._backlog) == 1 else b"".join(self._backlog)
+        self._backlog.clear()
+        self._is_last = self._is_ended
+        return self._send(data, self._is_last), len(data)
 
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    def _sent(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+        if self._is_last and not self._sent_all.done():
+            self._sent_all.set_result(None)
+
+    def _check_stall(self) -> None:
+        is_stalled = self._waiting is not None and (
+            self._loop.time() - self._waiting_since_s > self._stall_timeout_s
+        )
+        if is_stalled:
+            self._give_up()
+        elif not self._sent_all.done():
+            self._watch = self._loop.call_later(self._stall_timeout_s / 4, self._check_stall)
 
     def _give_up(self) -> None:
         if not self._gave_up.done():
             self._gave_up.set_result(None)
+
+
+@types.coroutine
+def _resumed(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine whose first step was taken by hand, and waits for `awaited`."""
+    while True:
+        try:
+            answer = yield awaited
+        except BaseException as error:
+            step = partial(coroutine.throw, error)
+        else:
+            step = partial(coroutine.send, answer)
+        try:
+            awaited = step()
+        except StopIteration:
+            return

@@ -1,18 +1,18 @@
 """A completion leg, and what it brings at once."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from proxy.errors import EngineFailure
 from proxy.token_batch import TokenBatch
 
 
-@dataclass(frozen=True, slots=True)
-class LegBatch:
+class LegBatch(msgspec.Struct, frozen=True):
     """The tokens of one read, or of one step, by choice."""
 
-    parts: Mapping[int, TokenBatch] = field(default_factory=dict)
+    parts: Mapping[int, TokenBatch] = msgspec.field(default_factory=dict)
     failure: EngineFailure | None = None
     """Why the stream ends after these tokens without an answer."""
     is_accepted: bool = False

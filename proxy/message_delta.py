@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from proxy.token_text import TokenText
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -18,13 +20,17 @@ class ToolCallDelta:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDelta:
+class MessageDelta(msgspec.Struct, frozen=True, kw_only=True):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     logprobs: tuple[TokenText, ...] = ()
     finish_reason: FinishReason | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Content, and nothing else."""
+        return bool(self.content) and not (self.reasoning or self.tool_calls or self.finish_reason)
 
     @property
     def has_parts(self) -> bool:

@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from proxy.discovery.errors import ClusterRefused
 from proxy.errors import EngineFailure
+from proxy.fast_histogram import FastHistogram
 from wire.services import EngineRole
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -40,12 +41,12 @@ class ProxyMetrics:
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
-        self.inter_token = Histogram(
+        self.inter_token = FastHistogram(
             "tandem_proxy_inter_token_seconds",
             "Between arrivals of tokens of one choice; tokens that arrive together count once",
-            buckets=ITL_BUCKETS_S,
-            registry=registry,
+            ITL_BUCKETS_S,
         )
+        registry.register(self.inter_token)
         self.tokens = Counter(
             "tandem_proxy_tokens",
             "Tokens of answered requests: prompt, cached (a part of prompt), completion",

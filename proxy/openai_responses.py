@@ -13,6 +13,7 @@ Json = dict[str, Any]
 Kind = Literal["chat", "text"]
 
 DONE = b"data: [DONE]\n\n"
+TEXT_MARK = "\0text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,17 @@ class Answer:
     tool_calls: Sequence[ToolCall] = ()
 
 
+class ContentChunks:
+    """Stream chunks of one choice that differ in nothing but their text: all else is encoded once."""
+
+    def __init__(self, chunk: bytes) -> None:
+        """`chunk`: one whose text is TEXT_MARK."""
+        self._before, _, self._after = chunk.rpartition(to_json(TEXT_MARK))
+
+    def chunk(self, text: str) -> bytes:
+        return self._before + to_json(text) + self._after
+
+
 class ResponseBuilder:
     """Everything one request's answer consists of; `kind` decides between chat and text completions."""
 
@@ -87,6 +99,11 @@ class ResponseBuilder:
             "finish_reason": None,
         }
         return self._chunk([choice], usage)
+
+    def content_chunks(self, index: int) -> ContentChunks:
+        """Of deltas behind the first."""
+        delta = MessageDelta(content=TEXT_MARK)
+        return ContentChunks(self.delta_chunk(index, delta, is_first=False, with_logprobs=False))
 
     def finish_chunk(self, index: int, finish_reason: FinishReason, usage: Usage | None = None) -> bytes:
         if self._is_chat:

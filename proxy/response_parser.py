@@ -40,6 +40,8 @@ class ResponseParser:
         """The connection may carry another request once this response is complete."""
         self._state = _State.HEAD
         self._rest = b""
+        self._at = 0
+        """Where in `_rest` the next element begins: cutting each one off would copy what follows every time."""
         self._num_left = 0
 
     @property
@@ -50,8 +52,9 @@ class ResponseParser:
         """The body bytes found in `data`; sets `head` and `is_complete`. Raises `MalformedResponse`."""
         self._rest = self._rest + data if self._rest else data
         body: list[bytes] = []
-        while self._rest and self._step(body):
+        while self._at < len(self._rest) and self._step(body):
             pass
+        self._rest, self._at = self._rest[self._at :], 0
         if self._rest and self._state is _State.DONE:
             raise MalformedResponse("bytes follow the end of a response")
         return body[0] if len(body) == 1 else b"".join(body)
@@ -65,7 +68,7 @@ class ResponseParser:
             raise MalformedResponse(f"the connection was closed {what}")
 
     def _step(self, body: list[bytes]) -> bool:
-        """Take one element from `_rest`; False when it needs more bytes or the response is complete."""
+        """Take one element of `_rest`; False when it needs more bytes or the response is complete."""
         match self._state:
             case _State.HEAD:
                 return self._take_head()
@@ -76,18 +79,18 @@ class ResponseParser:
             case _State.TRAILER:
                 return self._take_trailer()
             case _State.UNTIL_CLOSE:
-                body.append(self._rest)
-                self._rest = b""
+                body.append(self._rest[self._at :])
+                self._at = len(self._rest)
         return False
 
     def _take_head(self) -> bool:
-        end = self._rest.find(b"\r\n\r\n")
+        end = self._rest.find(b"\r\n\r\n", self._at)
         if end < 0:
-            if len(self._rest) > MAX_HEAD_BYTES:
+            if len(self._rest) - self._at > MAX_HEAD_BYTES:
                 raise MalformedResponse("the response's head is too long")
             return False
-        version, head = _parse_head(self._rest[:end])
-        self._rest = self._rest[end + 4 :]
+        version, head = _parse_head(self._rest[self._at : end])
+        self._at = end + 4
         if head.status < 200:  # 100 Continue and the like precede the response
             return True
         self.head = head
@@ -110,8 +113,8 @@ class ResponseParser:
             self._state = _State.UNTIL_CLOSE
 
     def _take_sized(self, body: list[bytes]) -> bool:
-        piece = self._rest[: self._num_left]
-        self._rest = self._rest[len(piece) :]
+        piece = self._rest[self._at : self._at + self._num_left]
+        self._at += len(piece)
         self._num_left -= len(piece)
         body.append(piece)
         if self._num_left:
@@ -145,12 +148,13 @@ class ResponseParser:
         return True
 
     def _take_line(self) -> bytes | None:
-        end = self._rest.find(b"\r\n")
+        end = self._rest.find(b"\r\n", self._at)
         if end < 0:
-            if len(self._rest) > MAX_CHUNK_LINE_BYTES:
+            if len(self._rest) - self._at > MAX_CHUNK_LINE_BYTES:
                 raise MalformedResponse("a chunk's header is too long")
             return None
-        line, self._rest = self._rest[:end], self._rest[end + 2 :]
+        line = self._rest[self._at : end]
+        self._at = end + 2
         return line
 
 

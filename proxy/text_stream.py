@@ -1,8 +1,9 @@
 """Turns one choice's tokens into text: detokenization, stop strings, and the logprobs that go with them."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from proxy.detokenizer import Vocabulary
 from proxy.stop_strings import StopStrings
@@ -12,8 +13,7 @@ from wire.services import OutputToken
 EndOfText = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """What a batch of tokens adds to the answer; `finish_reason` is set once, in the last one."""
 
     text: str

@@ -1,14 +1,14 @@
 """What flows from the legs of a request to whoever turns tokens into text."""
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from proxy.text_stream import EndOfText
 from wire.services import OutputToken, PromptLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
+class TokenBatch(msgspec.Struct, frozen=True):
     """Tokens of one choice that arrived together; the last batch of a choice has a `finish_reason`."""
 
     tokens: tuple[OutputToken, ...]

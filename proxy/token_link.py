@@ -6,7 +6,7 @@ SILENT_S, fails all its streams.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import cast
@@ -44,6 +44,8 @@ from wire.token_link import (
 )
 
 SILENT_S = 10 * BEAT_S
+LONG_READ_BYTES = 1 << 16
+"""What such a read has brought goes out to clients before more is read: event loops read on and on."""
 
 
 class TokenLinks:
@@ -164,7 +166,8 @@ class TokenLink(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         for leg in list(self._legs.values()):
-            leg.take(LegBatch(failure=EngineBroke(leg.engine.role, f"the engine's link failed: {reason}")))
+            failure = EngineBroke(leg.engine.role, f"the engine's link failed: {reason}")
+            leg.take(LegBatch(failure=failure), self._heard_s)
         self._legs.clear()
 
     def _leave(self, number: int, is_over: bool) -> None:
@@ -181,12 +184,13 @@ class TokenLink(asyncio.Protocol):
         parts = decode_to_proxy(data)
         if parts and parts[0].stream == LINK:
             self._on_leaving(parts[0].leaves_in_s or 0.0)
-        for number, batch in _by_stream(parts, self._legs):
-            leg = self._legs.get(number)
+        for part in parts:
+            leg = self._legs.get(part.stream)
             if leg is not None:
+                batch = _batch(leg, part)
                 if batch.failure is not None:
-                    del self._legs[number]  # the service has forgotten it, too
-                leg.take(batch)
+                    del self._legs[part.stream]  # the service has forgotten it, too
+                leg.take(batch, self._heard_s)
 
     def _check_silence(self) -> None:
         loop = asyncio.get_running_loop()
@@ -199,6 +203,10 @@ class TokenLink(asyncio.Protocol):
         for leg in list(self._legs.values()):
             leg.check_stall(loop.time())
 
+    def _read_on(self) -> None:
+        if not self.is_closed and self._transport is not None:
+            self._transport.resume_reading()
+
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -209,7 +217,11 @@ class TokenLink(asyncio.Protocol):
         self._watch = loop.call_later(BEAT_S, self._check_silence)
 
     def data_received(self, data: bytes) -> None:
-        self._heard_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self._heard_s = loop.time()
+        if len(data) > LONG_READ_BYTES and self._transport is not None:
+            self._transport.pause_reading()
+            loop.call_soon(self._read_on)
         try:
             body = self._parser.feed(data)
             head = self._parser.head
@@ -226,14 +238,6 @@ class TokenLink(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.close(str(exc or "the connection was closed"))
-
-
-def _by_stream(parts: tuple[StreamPart, ...], legs: dict[int, "LinkedLeg"]) -> Iterator[tuple[int, LegBatch]]:
-    """The parts of a frame as batches; parts of one stream come one after the other."""
-    for part in parts:
-        leg = legs.get(part.stream)
-        if leg is not None:
-            yield part.stream, _batch(leg, part)
 
 
 def _batch(leg: "LinkedLeg", part: StreamPart) -> LegBatch:
@@ -302,14 +306,14 @@ class LinkedLeg:
     async def close(self) -> None:
         self._leave(False)
 
-    def take(self, batch: LegBatch) -> None:
+    def take(self, batch: LegBatch, now_s: float) -> None:
         """What the link has brought; never waits."""
         if batch.is_accepted:
             self.is_accepted = True
         elif self._take_batch is None:
             self._early.append(batch)
         else:
-            self._heard_s = asyncio.get_running_loop().time()
+            self._heard_s = now_s
             self._forward(self._take_batch, batch)
             return
         self._wake()

@@ -61,6 +61,8 @@ class StreamPart(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: PromptLogprobs | None = None
 
     def tokens(self) -> tuple[OutputToken, ...]:
+        if self.logprobs is None and len(self.token_ids) == 1:  # a step brings little else
+            return (OutputToken(index=self.first_index, token_id=self.token_ids[0]),)
         logprobs = self.logprobs or (None,) * len(self.token_ids)
         return tuple(
             OutputToken(index=self.first_index + place, token_id=token_id, logprobs=logprobs[place])

@@ -1,0 +1,125 @@
+"""The proxies that `benchmarks.proxy` compares: each runs before a mock engine of its own."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.stack_process import free_port
+
+START_S = 40.0
+OURS = "tandem"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """`command` with `{port}`, `{engine}` (its URL), `{model}`, and `{metrics_port}` for routers that serve them apart."""
+
+    name: str
+    command: Sequence[str]
+
+    def start(self, port: int, engine_url: str, model: str) -> Sequence[str]:
+        fields = {"port": port, "engine": engine_url, "model": model, "metrics_port": free_port()}
+        return [part.format(**fields) for part in self.command]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    url: str
+    process: psutil.Process
+
+    def cpu_s(self) -> float:
+        """Of the whole process tree."""
+        return sum(map(_cpu_s, (self.process, *self.process.children(recursive=True))))
+
+    def memory_bytes(self) -> int:
+        return int(self.process.memory_info().rss)
+
+
+def candidates(routers: Mapping[str, Path]) -> list[Candidate]:
+    """`routers`: programs by the names of ROUTERS."""
+    python = (sys.executable, "-m")
+    ours = (*python, "proxy", "--port", "{port}", "--normal-url", "{engine}", "--model", "{model}")
+    obvious = (*python, "benchmarks.obvious_proxy", "--port", "{port}", "--engine-url", "{engine}")
+    own = [Candidate(OURS, (*ours, "--log-level", "warning")), Candidate("FastAPI + httpx", obvious)]
+    return own + [Candidate(name, (str(path), *ROUTERS[name])) for name, path in routers.items()]
+
+
+_COMMON = (
+    "--host", "127.0.0.1", "--port", "{port}", "--worker-urls", "{engine}", "--policy", "round_robin",
+    "--log-level", "error", "--prometheus-port", "{metrics_port}",
+)  # fmt: skip
+ROUTERS: Mapping[str, Sequence[str]] = {
+    "sglang-router": ("launch", *_COMMON),
+    "smg": ("launch", *_COMMON),
+    "vllm-router": _COMMON,
+}
+"""Arguments of routers from PyPI, for one engine that serves requests alone."""
+
+
+@contextlib.asynccontextmanager
+async def running(
+    some: Sequence[Candidate], model: str, step_s: float
+) -> AsyncIterator[dict[str, Running]]:
+    """All at once, ready; every process is gone when the context is left."""
+    started: list[psutil.Process] = []
+
+    def start(command: Sequence[str]) -> psutil.Process:
+        process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        started.append(process)
+        return process
+
+    try:
+        proxies = {}
+        for candidate in some:
+            engine_port, port = free_port(), free_port()
+            engine = ("--port", str(engine_port), "--step-s", str(step_s), "--model", model)
+            start((sys.executable, "-m", "benchmarks.mock_engine", *engine))
+            engine_url = f"http://127.0.0.1:{engine_port}"
+            await _until_answered(engine_url)
+            process = start(candidate.start(port, engine_url, model))
+            proxies[candidate.name] = Running(f"http://127.0.0.1:{port}", process)
+        await asyncio.gather(*(_until_answered(proxy.url) for proxy in proxies.values()))
+        await asyncio.gather(*(_until_served(proxy.url, model) for proxy in proxies.values()))
+        yield proxies
+    finally:
+        for process in started:
+            _kill_tree(process)
+
+
+async def _until_answered(url: str) -> None:
+    async with asyncio.timeout(START_S), httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if (await client.get(url + "/health")).status_code == 200:
+                    return
+            await asyncio.sleep(0.1)
+
+
+async def _until_served(url: str, model: str) -> None:
+    """Routers say that they are healthy before they know their engines."""
+    body = {"model": model, "prompt": "hi", "max_tokens": 1}
+    async with asyncio.timeout(START_S), httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        while (await client.post(url + "/v1/completions", json=body)).status_code != 200:
+            await asyncio.sleep(0.2)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def _kill_tree(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in (*process.children(recursive=True), process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()

@@ -1,0 +1,29 @@
+"""A histogram for what is observed once a token: `prometheus_client`'s own costs ten times as much."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+
+class FastHistogram(Collector):
+    """For one thread; without labels."""
+
+    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
+        """`bounds`: the upper ends of the buckets, ascending; one without an end follows."""
+        self._name = name
+        self._documentation = documentation
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        ends = [*map(str, self._bounds), "+Inf"]
+        buckets = list(zip(ends, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)

@@ -1,0 +1,34 @@
+"""The FastAPI application, with a way past its middleware and router for the requests that count."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from proxy.api_keys import is_let_in
+from proxy.asgi import ASGIApp, Receive, Scope, Send
+from settings.secret_keys import SecretKeys
+
+
+class ProxyApp(FastAPI):
+    """Requests that generate reach their endpoint at once, and their events the server.
+
+    The router and the middleware wrap every part that is sent in a coroutine each. A request without a valid key
+    takes the ordinary way, on which it is refused.
+    """
+
+    def __init__(self, keys: SecretKeys, **fields: Any) -> None:
+        super().__init__(**fields)
+        self._keys = keys
+        self._direct: dict[str, ASGIApp] = {}
+
+    def serve_directly(self, path: str, endpoint: ASGIApp) -> None:
+        """POST requests with a key; the endpoint has a route, too, which answers all others."""
+        self._direct[path] = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            endpoint = self._direct.get(scope["path"])
+            if endpoint is not None and is_let_in(self._keys, scope):
+                await endpoint(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
