@@ -1,8 +1,8 @@
 """An engine for benchmarks of proxies: it computes nothing, and speaks to every kind of router.
 
-`python -m benchmarks.mock_engine --port P --step-s 0.05 --model NAME`: a token for every stream at each step, the
-first one at once; with `--step-s 0` as fast as the reader takes them. OpenAI's endpoints serve routers that pass
-text through, `/v1/link` serves Tandem's proxy, to which this is a NORMAL engine.
+`python -m benchmarks.mock_engine --port P --step-s 0.05 --model NAME`: a token for every stream at each
+step, the first one at once; with `--step-s 0` as fast as the reader takes them. OpenAI's endpoints serve
+routers that pass text through, `/v1/link` serves Tandem's proxy, to which this is a NORMAL engine.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """What a proxy costs: CPU per token and per small request, beside the obvious design and other routers.
 
-All proxies run in one go, each before a mock engine of its own, and are measured in turns or at the same time, by the
-CPU time of their process trees. Tandem's proxy makes text of token ids, which no other here does; what that costs is
-a row of its own, and it is part of all other rows. Routers from PyPI take part where their programs are named, such
-as `--router smg=/opt/smg/bin/smg`.
+All proxies run in one go, each before a mock engine of its own, and are measured in turns or at the same
+time, by the CPU time of their process trees. Tandem's proxy makes text of token ids, which no other here
+does; what that costs is a row of its own, and it is part of all other rows. Routers from PyPI take part where
+their programs are named, such as `--router smg=/opt/smg/bin/smg`.
 """
 
 import argparse
@@ -53,9 +53,7 @@ async def main(arguments: argparse.Namespace) -> None:
     report.finish(arguments.json)
 
 
-def add_rows(
-    report: Report, case: str, metric: str, unit: str, values: Costs, factor: float = 1.0
-) -> None:
+def add_rows(report: Report, case: str, metric: str, unit: str, values: Costs, factor: float = 1.0) -> None:
     """The baseline is the best of the others."""
     medians = {name: median(some) * factor for name, some in values.items()}
     others = [value for name, value in medians.items() if name != OURS]
@@ -100,8 +98,6 @@ async def measure_unpaced(some: list[Candidate], model: str) -> Costs:
 
 async def add_request_rows(report: Report, some: list[Candidate], model: str) -> None:
     async with running(some, model, 0.0) as proxies:
-        engines = {name: await measure_requests(proxies, model, clients) for name, clients in ()}
-        assert not engines
         for num_clients in CLIENTS:
             costs, _ = await measure_requests(proxies, model, num_clients)
             add_rows(report, f"{num_clients} clients", "CPU per small request", "us", costs, 1e6)

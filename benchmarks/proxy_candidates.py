@@ -19,7 +19,7 @@ OURS = "tandem"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`command` with `{port}`, `{engine}` (its URL), `{model}`, and `{metrics_port}` for routers that serve them apart."""
+    """`command` has `{port}`, `{engine}` (its URL), `{model}`, and `{metrics_port}` where one is needed."""
 
     name: str
     command: Sequence[str]
@@ -64,9 +64,7 @@ ROUTERS: Mapping[str, Sequence[str]] = {
 
 
 @contextlib.asynccontextmanager
-async def running(
-    some: Sequence[Candidate], model: str, step_s: float
-) -> AsyncIterator[dict[str, Running]]:
+async def running(some: Sequence[Candidate], model: str, step_s: float) -> AsyncIterator[dict[str, Running]]:
     """All at once, ready; every process is gone when the context is left."""
     started: list[psutil.Process] = []
 
@@ -106,7 +104,9 @@ async def _until_served(url: str, model: str) -> None:
     """Routers say that they are healthy before they know their engines."""
     body = {"model": model, "prompt": "hi", "max_tokens": 1}
     async with asyncio.timeout(START_S), httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
-        while (await client.post(url + "/v1/completions", json=body)).status_code != 200:
+        while True:
+            if (await client.post(url + "/v1/completions", json=body)).status_code == 200:
+                return
             await asyncio.sleep(0.2)
 
 

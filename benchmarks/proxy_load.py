@@ -1,4 +1,4 @@
-"""Clients of a proxy that cost little themselves: streams that count, and small requests one after the other."""
+"""Clients of a proxy that cost little themselves: streams that count, small requests one after the other."""
 
 import asyncio
 import contextlib
@@ -48,18 +48,18 @@ async def open_streams(
     """So many streams, until the context is left."""
     counter = StreamCounter()
     request = request_bytes(model, max_tokens=1_000_000, stream=True)
-    loop, address = asyncio.get_running_loop(), urlsplit(url)
-    connections: list[asyncio.BaseTransport] = []
+    loop, (host, port) = asyncio.get_running_loop(), _address(url)
+    connections: list[asyncio.Transport] = []
     try:
         for _ in range(num_streams):
             transport, _client = await loop.create_connection(
-                lambda: StreamClient(request, counter, reads=reads), address.hostname, address.port
+                lambda: StreamClient(request, counter, reads=reads), host, port
             )
             connections.append(transport)
         yield counter
     finally:
         for transport in connections:
-            cast(asyncio.Transport, transport).abort()
+            transport.abort()
 
 
 @dataclass(slots=True)
@@ -94,7 +94,6 @@ class RequestClient(asyncio.Protocol):
         if not self.done.done():
             self.done.set_exception(exc or ConnectionError("the proxy closed the connection"))
 
-
     def on_body(self, data: bytes) -> None:
         if self._is_first:
             self._is_first = False
@@ -102,7 +101,7 @@ class RequestClient(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._waited.num_failed += self._parser.get_status_code() != 200
-        # The next response needs a parser in its first state: keep-alive of the old one depends on the server.
+        # The old one goes on only where the server says that it keeps the connection.
         self._parser = httptools.HttpResponseParser(self)
         self._next()
 
@@ -123,22 +122,20 @@ async def small_requests(
 ) -> Waited:
     """All clients at once; returns when everything is answered. A failed one raises `ConnectionError`."""
     request = request_bytes(model, max_tokens=4, stream=stream)
-    waited, loop, address = Waited(), asyncio.get_running_loop(), urlsplit(url)
+    waited, loop, (host, port) = Waited(), asyncio.get_running_loop(), _address(url)
     clients: list[RequestClient] = []
-    transports: list[asyncio.BaseTransport] = []
+    transports: list[asyncio.Transport] = []
     try:
         for _ in range(num_clients):
             transport, client = await loop.create_connection(
-                lambda: RequestClient(request, num_requests // num_clients, waited),
-                address.hostname,
-                address.port,
+                lambda: RequestClient(request, num_requests // num_clients, waited), host, port
             )
             transports.append(transport)
             clients.append(client)
         await asyncio.gather(*(client.done for client in clients))
     finally:
         for transport in transports:
-            cast(asyncio.Transport, transport).abort()
+            transport.abort()
     if waited.num_failed:
         raise ConnectionError(f"{waited.num_failed} of {num_requests} requests to {url} were not answered")
     return waited
@@ -152,3 +149,10 @@ def request_bytes(model: str, *, max_tokens: int, stream: bool) -> bytes:
         f"content-length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
+
+
+def _address(url: str) -> tuple[str, int]:
+    address = urlsplit(url)
+    assert address.hostname is not None
+    assert address.port is not None
+    return address.hostname, address.port

@@ -76,7 +76,7 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
             await http.aclose()
             text.close()
 
-    app = ProxyApp(keys, title="Tandem", version=_version(), docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = ProxyApp(keys, _version(), lifespan)
     app.state.services = services
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_mistake)

@@ -1,8 +1,8 @@
 """Sends one stream's events to its client; what a slow reader has not taken yet waits here, up to a limit.
 
-Whoever generates tokens never waits for a client: `put` returns at once. Everything that was put in one turn of
-the event loop leaves as one part, without a task: only while a client's buffers are full does a task wait for
-them. A client that leaves more unread than the limit, or reads nothing for a while, is given up.
+Whoever generates tokens never waits for a client: `put` returns at once. Everything that was put in one
+turn of the event loop leaves as one part, without a task: only while a client's buffers are full does a task
+wait for them. A client that leaves more unread than the limit, or reads nothing for a while, is given up.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ class EventWriter:
 
 
 @types.coroutine
-def _resumed(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+def _resumed(coroutine: Coroutine[Any, Any, None], awaited: object) -> Generator[Any, Any, None]:
     """The rest of a coroutine whose first step was taken by hand, and waits for `awaited`."""
     while True:
         try:

@@ -1,6 +1,7 @@
 """The FastAPI application, with a way past its middleware and router for the requests that count."""
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI
 
@@ -12,12 +13,17 @@ from settings.secret_keys import SecretKeys
 class ProxyApp(FastAPI):
     """Requests that generate reach their endpoint at once, and their events the server.
 
-    The router and the middleware wrap every part that is sent in a coroutine each. A request without a valid key
-    takes the ordinary way, on which it is refused.
+    The router and the middleware wrap every part that is sent in a coroutine each. A request without a
+    valid key takes the ordinary way, on which it is refused.
     """
 
-    def __init__(self, keys: SecretKeys, **fields: Any) -> None:
-        super().__init__(**fields)
+    def __init__(
+        self,
+        keys: SecretKeys,
+        version: str,
+        lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+    ) -> None:
+        super().__init__(title="Tandem", version=version, docs_url=None, redoc_url=None, lifespan=lifespan)
         self._keys = keys
         self._direct: dict[str, ASGIApp] = {}
 

@@ -41,7 +41,7 @@ class ResponseParser:
         self._state = _State.HEAD
         self._rest = b""
         self._at = 0
-        """Where in `_rest` the next element begins: cutting each one off would copy what follows every time."""
+        """Where in `_rest` the next element begins: cutting each one off would copy all that follows it."""
         self._num_left = 0
 
     @property
