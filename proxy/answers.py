@@ -117,7 +117,9 @@ class Choice:
         tokens, reason = ((), "length") if echo.is_all else (batch.tokens, batch.finish_reason)
         text = self._text.push(tokens, reason)
         prompt = echo.tokens(self._vocabulary, batch.prompt_logprobs)
-        return self._write(msgspec.structs.replace(text, text=echo.text + text.text, logprobs=prompt + text.logprobs))
+        return self._write(
+            msgspec.structs.replace(text, text=echo.text + text.text, logprobs=prompt + text.logprobs)
+        )
 
     def _push(self, tokens: tuple[OutputToken, ...], finish_reason: EndOfText | None) -> bool:
         is_going_on = self._write(self._text.push(tokens, finish_reason))
