@@ -35,21 +35,21 @@ class TwoHosts:
 
     def __enter__(self) -> "TwoHosts":
         for name in self._names:
-            _run("ip", "netns", "add", name)
+            run("ip", "netns", "add", name)
         (left, right), (one, other) = self._links, self._names
-        _run("ip", "link", "add", left, "netns", one, "type", "veth", "peer", "name", right, "netns", other)
+        run("ip", "link", "add", left, "netns", one, "type", "veth", "peer", "name", right, "netns", other)
         bucket = ("rate", self._rate, "burst", "64kb", "latency", "100ms")
         for name, link, address in zip(self._names, self._links, ADDRESSES, strict=True):
-            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
-            _run("ip", "-n", name, "link", "set", link, "up")
-            _run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *bucket)
+            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
+            run("ip", "-n", name, "link", "set", link, "up")
+            run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *bucket)
         return self
 
     def cut(self) -> None:
-        _run("ip", "-n", self._names[0], "link", "set", self._links[0], "down")
+        run("ip", "-n", self._names[0], "link", "set", self._links[0], "down")
 
     def join(self) -> None:
-        _run("ip", "-n", self._names[0], "link", "set", self._links[0], "up")
+        run("ip", "-n", self._names[0], "link", "set", self._links[0], "up")
 
     def __exit__(
         self,
@@ -58,8 +58,8 @@ class TwoHosts:
         traceback: TracebackType | None,
     ) -> None:
         for name in self._names:
-            _run("ip", "netns", "del", name)
+            run("ip", "netns", "del", name)
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)

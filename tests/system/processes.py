@@ -36,13 +36,15 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
 class ServiceProcess:
     """One process of the stack, its URL and its log."""
 
-    def __init__(self, spec: ChildSpec, log_path: Path) -> None:
+    def __init__(self, spec: ChildSpec, log_path: Path, within: Sequence[str] = ()) -> None:
+        """`within`: the beginning of a command that runs the rest of it elsewhere."""
         self.spec = spec
+        self._within = within
         self.url = spec.url
         self._log = log_path.open("ab")
         self.log_path = log_path
         self.process = subprocess.Popen(
-            [sys.executable, "-m", spec.module, *spec.arguments],
+            [*within, sys.executable, "-m", spec.module, *spec.arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -70,8 +72,19 @@ class ServiceProcess:
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
+    def metric(self, name: str) -> float:
+        """The sum over all labels; 0 where there is none."""
+        lines = httpx.get(self.url + "/metrics", timeout=5.0).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((name + " ", name + "{")))
+
     def log_tail(self) -> str:
         return self.log_path.read_text(errors="replace")[-3000:]
+
+    def again(self) -> "ServiceProcess":
+        """The same process started anew at its address; this one is ended at once."""
+        self.process.kill()
+        self.stop()
+        return ServiceProcess(self.spec, self.log_path, self._within)
 
     def stop(self) -> int:
         if self.process.poll() is None:

@@ -1,0 +1,58 @@
+"""Whole services on two hosts: their link is cut, they die, stop and refuse; `make chaos` does it at every stage."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kv_transfer.namespaces import needs_namespaces
+from tests.system.handover_faults import (
+    FAULTS,
+    LEASE_S,
+    NUM_POOL_BLOCKS,
+    NUM_PROMPT_TOKENS,
+    STAGES,
+    BLOCK_SIZE,
+    Disturbed,
+    cut,
+    disturbed,
+)
+from tests.system.processes import eventually
+
+pytestmark = [pytest.mark.system, needs_namespaces]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disturbed]:
+    with disturbed(tmp_path_factory.mktemp("tiny")) as pair:
+        yield pair
+
+
+def test_link_cut_for_a_second_during_a_pull_costs_no_token(pair: Disturbed) -> None:
+    stream = STAGES["pulling"](pair)
+    cut(pair, 1.0)
+    assert pair.end(stream).error is None
+    pair.until_it_works_again()
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault", "name"),
+    [("announced", "stop and go on", "prompt"), ("pulling", "kill -9", "completion")],
+)
+def test_fault_at_a_stage_ends_with_the_right_tokens_or_an_error(
+    pair: Disturbed, stage: str, fault: str, name: str
+) -> None:
+    stream = STAGES[stage](pair)
+    FAULTS[fault](pair, name)
+    pair.end(stream)
+    pair.until_it_works_again()
+
+
+def test_lease_far_shorter_than_the_queue_of_the_completion_engine(pair: Disturbed) -> None:
+    """One answer takes what its pool has; the next prompt waits for room, under its lease."""
+    long = pair.send(num_tokens=NUM_POOL_BLOCKS * BLOCK_SIZE - NUM_PROMPT_TOKENS - 2 * BLOCK_SIZE)
+    eventually(lambda: long.num_chunks > 1, "it decodes")
+    waited = pair.end(pair.send())
+    assert waited.error is None
+    assert waited.took_s > NUM_LEASES * LEASE_S
+    assert pair.end(long).error is None
+    pair.until_it_works_again()
