@@ -1,4 +1,9 @@
-"""Digests of blocks: computed at the source of what it offers, compared at the sink with what has arrived."""
+"""Digests of KV: computed at the source of what it offers, compared at the sink with what has arrived.
+
+Each covers a few neighbouring tokens in all layers, whatever the blocks they lie in: so two engines with
+unequal blocks compare every token that was read, also of blocks that were read in part. Hashing takes a second
+per GB, so it is done in slices, between which leases are renewed.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,51 +11,105 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.layout import BlockIds, Region
+from kv_transfer.errors import LayoutError
+from kv_transfer.layout import BlockIds, Region, num_blocks_for
 from kv_transfer.transports.raw import region_view
-from kv_transfer.units import Units
 
 DIGEST_BYTES = 8
+MAX_DIGESTS = 65536
+"""Of a prompt's tokens: as many as a message takes."""
+SLICE_BYTES = 16 << 20
+"""Hashed at a time: about 20 ms."""
 
 
-def source_digests(regions: Sequence[Region], block_ids: BlockIds, state_slot: int | None) -> bytes:
-    """`DIGEST_BYTES` for each block, in order, then those of the state row if there is one."""
-    views = {region.kind: region_view(region) for region in regions}
-    parts = [_digest(views["kv"][[block_id]]) for block_id in block_ids.tolist()]
-    if state_slot is not None:
-        parts.append(_digest(views["state"][[state_slot]]))
-    return b"".join(parts)
+def tokens_per_digest(num_tokens: int, source_block_size: int) -> int:
+    """One, or the smallest power of two that makes few enough; never more than a block of the source."""
+    group = 1
+    while num_tokens > group * MAX_DIGESTS and source_block_size % (2 * group) == 0:
+        group *= 2
+    return group
 
 
-def wrong_blocks(
-    expected: bytes,
-    region: Region,
-    units: Units,
-    block_ids: BlockIds,
-    *,
-    first_block: int,
-    num_tokens: int,
-) -> list[int]:
-    """Numbers of the source's blocks whose bytes are not the expected ones in our `region`.
+class TokenDigests:
+    """The digests of a sequence's tokens, from its block `first_block` on."""
 
-    `block_ids` are ours, from our block `first_block` of the sequence on. A block of the source that was read
-    in part only, which happens between unequal block sizes, is not looked at.
-    """
-    view = region_view(units.cut_local(region))
-    per_block = units.per_remote
-    first = -(-first_block * units.per_local // per_block)
-    wrong = []
-    for number in range(first, units.count(num_tokens) // per_block):
-        pieces = units.local_pieces(block_ids, number * per_block, (number + 1) * per_block, first_block)
-        in_source_order = pieces.reshape(per_block, units.num_parts).T.reshape(-1)
-        if _digest(view[in_source_order]) != expected[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
-            wrong.append(number)
-    return wrong
+    def __init__(
+        self, region: Region, block_size: int, *, num_tokens: int, group: int, first_block: int = 0
+    ) -> None:
+        """`group`: tokens of one digest. `LayoutError` if blocks do not hold whole groups of tokens."""
+        if block_size % group or region.block_bytes % (region.num_parts * block_size):
+            raise LayoutError(
+                f"digests of {group} tokens cannot be computed over blocks of {block_size} "
+                f"({region.block_bytes} bytes in {region.num_parts} parts)"
+            )
+        self._view = region_view(region)
+        self._shape = (region.num_parts, block_size, -1)
+        self._block_size = block_size
+        self._num_tokens = num_tokens
+        self._group = group
+        self._first_block = first_block
+        self._num_blocks = 0
+        self._found = bytearray()
+
+    def is_done(self, block_ids: BlockIds) -> bool:
+        return self._num_blocks >= block_ids.size
+
+    def advance(self, block_ids: BlockIds, max_bytes: int = SLICE_BYTES) -> int:
+        """Go on with `block_ids`, which begin with those that are done; returns the bytes hashed."""
+        num_bytes = 0
+        while not self.is_done(block_ids) and num_bytes < max_bytes:
+            self._found += self._of_block(int(block_ids[self._num_blocks]))
+            self._num_blocks += 1
+            num_bytes += self._view.shape[1]
+        return num_bytes
+
+    @property
+    def found(self) -> bytes:
+        return bytes(self._found)
+
+    def wrong_blocks(self, expected: bytes) -> list[int]:
+        """Numbers of the blocks with a token whose digest is not the expected one; `expected` is of all tokens."""
+        per_block = self._block_size // self._group
+        skipped = self._first_block * per_block * DIGEST_BYTES
+        mine = np.frombuffer(self._found, dtype="<u8")
+        theirs = np.frombuffer(expected[skipped : skipped + len(self._found)], dtype="<u8")
+        if mine.size != theirs.size:
+            return list(range(self._first_block, self._first_block + self._num_blocks))
+        differing = np.flatnonzero(mine != theirs) // per_block + self._first_block
+        return sorted(set(differing.tolist()))
+
+    def _of_block(self, block_id: int) -> bytes:
+        first_token = (self._first_block + self._num_blocks) * self._block_size
+        num_valid = min(self._block_size, self._num_tokens - first_token)
+        tokens = np.ascontiguousarray(self._view[block_id].reshape(self._shape).swapaxes(0, 1))
+        groups = range(0, num_valid, self._group)
+        return b"".join(digest_of(tokens[start : min(start + self._group, num_valid)]) for start in groups)
 
 
-def is_wrong_state(expected: bytes, region: Region, slot: int) -> bool:
-    return _digest(region_view(region)[[slot]]) != expected[-DIGEST_BYTES:]
+def source_digests(
+    regions: Sequence[Region], block_size: int, num_tokens: int, block_ids: BlockIds, state_slot: int | None
+) -> bytes:
+    """Those of all tokens, then that of the state row if there is one."""
+    kv = next(region for region in regions if region.kind == "kv")
+    group = tokens_per_digest(num_tokens, block_size)
+    tokens = TokenDigests(kv, block_size, num_tokens=num_tokens, group=group)
+    while not tokens.is_done(block_ids):
+        tokens.advance(block_ids)
+    return tokens.found + state_digest(regions, state_slot)
 
 
-def _digest(rows: npt.NDArray[np.uint8]) -> bytes:
+def state_digest(regions: Sequence[Region], state_slot: int | None) -> bytes:
+    """Empty where there is none."""
+    if state_slot is None:
+        return b""
+    state = next(region for region in regions if region.kind == "state")
+    return digest_of(region_view(state)[[state_slot]])
+
+
+def num_digests(num_tokens: int, source_block_size: int) -> int:
+    """Of a prompt's tokens."""
+    return num_blocks_for(num_tokens, tokens_per_digest(num_tokens, source_block_size))
+
+
+def digest_of(rows: npt.NDArray[np.uint8]) -> bytes:
     return hashlib.blake2b(rows.data, digest_size=DIGEST_BYTES).digest()

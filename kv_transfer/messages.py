@@ -27,7 +27,7 @@ from kv_transfer.errors import MessageError
 from kv_transfer.layout import RegionKind
 from wire.services import MAX_COMPLETIONS
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -140,7 +140,7 @@ class Ending(Struct, frozen=True, array_like=True):
     state_slot: _Count | None
     first_tokens: Annotated[tuple[ChoiceStart, ...], Meta(max_length=MAX_COMPLETIONS)]
     digests: _Digests = b""
-    """Of every block of the prompt, then of the state row; empty where the source does not compute them."""
+    """Of the prompt's tokens, then of the state row; empty where the source does not compute them."""
 
 
 class Grant(Struct, frozen=True, tag=True):

@@ -31,7 +31,7 @@ class TransferSettings:
     require_rdma: bool = False
     """Sink: a peer that is not read over RDMA is not read at all."""
     verify_kv: bool = False
-    """Source: send a digest of every block. Sink: compare them with what arrived; without them nothing is
+    """Source: send digests of all tokens. Sink: compare them with what arrived; without them nothing is
     believed."""
     breaker_failures: int = 3
     """Sink: a peer that fails this often in a row is left alone for a pause."""

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kv_transfer.digests import DIGEST_BYTES, is_wrong_state, wrong_blocks
 from kv_transfer.errors import LayoutError
 from kv_transfer.layout import BlockIds, Region, RegionKind, check_block_ids
 from kv_transfer.messages import Ending, Introduction, RegionInfo
@@ -86,40 +85,6 @@ def check_destination(destination: Destination, num_blocks: int, regions: Sequen
         state = regions[region_index(regions, "state")]
         slots = np.array([destination.state_slot], dtype=np.int32)
         check_block_ids(slots, state.num_blocks, first=0, what="local_state_slot")
-
-
-def difference_in_bytes(
-    regions: Sequence[Region],
-    destination: Destination,
-    ending: Ending,
-    num_tokens: int,
-    num_remote_blocks: int,
-    units: Units,
-) -> str | None:
-    """What of a prompt of `num_tokens` tokens is not what the source computed, by its digests."""
-    num_digests = num_remote_blocks + (ending.state_slot is not None)
-    if len(ending.digests) != num_digests * DIGEST_BYTES:
-        return (
-            f"the prompt engine sent {len(ending.digests) // DIGEST_BYTES} digests for "
-            f"{num_remote_blocks} blocks; start it with --verify-kv too"
-        )
-    wrong = wrong_blocks(
-        ending.digests,
-        regions[region_index(regions, "kv")],
-        units,
-        destination.block_ids,
-        first_block=destination.first_block,
-        num_tokens=num_tokens,
-    )
-    if wrong:
-        numbers = ", ".join(map(str, wrong[:8]))
-        return (
-            f"{len(wrong)} of {num_remote_blocks} blocks are not what the prompt engine computed: {numbers}"
-        )
-    slot = destination.state_slot
-    if slot is not None and is_wrong_state(ending.digests, regions[region_index(regions, "state")], slot):
-        return f"the state row {slot} is not what the prompt engine computed"
-    return None
 
 
 def plan_reads(

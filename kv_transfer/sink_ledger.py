@@ -8,6 +8,7 @@ No sockets, no clock: every call brings `now_s`. The life of a hand-over:
    lease runs and is renewed while the engine looks for blocks.
 4. *Reading*: the engine called `pull`; the destination belongs to the reads. What is announced is read at
    once, a chunk's blocks together.
+   With verify_kv, what was read is compared with the source's digests before it goes on.
 5. *Confirming*: all is computed and read, `Release(done)` is sent. Only the source's `Confirm` makes it
    `Arrived`.
 6. *Quarantined*: given up while a read could not be cancelled. Ends when the transport reports that
@@ -38,9 +39,10 @@ from kv_transfer.messages import (
     Want,
 )
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sink_checks import announced_blocks, check_destination, difference_in_bytes, plan_reads
+from kv_transfer.sink_checks import announced_blocks, check_destination, plan_reads
 from kv_transfer.sink_handover import LEASED, OVERDUE, RENEWED, Destination, Handover, Stage
 from kv_transfer.sink_reads import Reads
+from kv_transfer.sink_verification import Verifications
 from kv_transfer.stats import SinkCounters
 from kv_transfer.transport import BlockRead, ReadResult
 from kv_transfer.units import Units
@@ -81,6 +83,7 @@ class SinkLedger:
         self._remote_regions: tuple[Region, ...] = ()
         self._units = Units(1, 1, 1, block_size)
         self._handovers: dict[str, Handover] = {}
+        self._verifications = Verifications()
         self._farewells: OrderedDict[str, Outcome] = OrderedDict()
         """Given up before the hello was over; the source is told so that it need not wait for the lease."""
 
@@ -112,6 +115,7 @@ class SinkLedger:
     def lose_all(self, reason: FailReason, text: str) -> None:
         """The peer is given up and its reads are fenced: end everything."""
         self._reads = None
+        self._verifications.clear()
         handovers, self._handovers = self._handovers, {}
         if handovers:
             logger.warning("%d hand-overs lost (%s): %s", len(handovers), reason, text)
@@ -279,6 +283,17 @@ class SinkLedger:
         else:
             self._fail(handover, "read_failed", result.error, now_s)
 
+    def verify(self, now_s: float) -> bool:
+        """Compare a slice of what was read with the source's digests; True if there is more to do."""
+        done = self._verifications.advance()
+        if done is not None:
+            handover, difference = done
+            if difference is None:
+                self._confirm(handover, now_s)
+            else:
+                self._fail(handover, "corrupt", difference, now_s)
+        return len(self._verifications) > 0
+
     def check_deadlines(self, now_s: float) -> None:
         """Every one is looked at; ends early if the peer is lost by it."""
         for handover in list(self._handovers.values()):
@@ -302,6 +317,7 @@ class SinkLedger:
             )
         if self._reads is not None:
             self._reads.check_invariants()
+        self._verifications.check_invariants(self._handovers)
 
     # Steps
 
@@ -375,30 +391,19 @@ class SinkLedger:
         """Once the whole prompt is computed and read: ask whether it was valid until now."""
         if handover.ending is None or handover.read_ids:
             return
-        wrong = self._wrong_bytes(handover, handover.ending)
-        if wrong is not None:
-            self._fail(handover, "corrupt", wrong, now_s)
+        if not self._settings.verify_kv:
+            self._confirm(handover, now_s)
             return
+        try:
+            self._verifications.start(handover, self._regions, self._units)
+        except LayoutError as error:
+            self._fail(handover, "corrupt", str(error), now_s)
+
+    def _confirm(self, handover: Handover, now_s: float) -> None:
         self._leave_stage(handover, "read", now_s)
         self._counters.add_stage("tail", now_s - handover.ended_s)
         self._counters.bytes_read += handover.num_bytes
         self._counters.blocks_read += handover.num_local_blocks
-        self._confirm(handover, now_s)
-
-    def _wrong_bytes(self, handover: Handover, ending: Ending) -> str | None:
-        """How what has arrived differs from what was computed; None if it does not, or nobody asked."""
-        if not self._settings.verify_kv or handover.destination is None:
-            return None
-        return difference_in_bytes(
-            self._regions,
-            handover.destination,
-            ending,
-            handover.num_tokens,
-            int(handover.remote_ids.size),
-            self._units,
-        )
-
-    def _confirm(self, handover: Handover, now_s: float) -> None:
         handover.stage = Stage.CONFIRMING
         handover.deadline_s = now_s + self._settings.confirm_timeout_s
         self._release(handover, "done")
@@ -418,6 +423,7 @@ class SinkLedger:
 
     def _let_go(self, handover: Handover, now_s: float, outcome: Outcome = "aborted") -> bool:
         """Tell the source; True if nothing can write to the destination any more, else quarantine."""
+        self._verifications.stop(handover)
         if self._reads is None:
             self._farewells[handover.handover_id] = outcome
             if len(self._farewells) > MAX_FAREWELLS:

@@ -186,7 +186,7 @@ class PeerSession:
             else:
                 self.has_read |= result.error is None
                 self._ledger.on_result(result, now_s)
-        return bool(results)
+        return self._ledger.verify(now_s) or bool(results)
 
     def tick(self, now_s: float) -> None:
         """Every deadline is looked at; call a few times a second."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kv_transfer.digests import source_digests
 from kv_transfer.events import SourceEvent
 from kv_transfer.layout import BlockIds, Identity, Region
 from kv_transfer.messages import ToSink, encode
+from kv_transfer.offer_digests import OfferDigests
 from kv_transfer.offers import Announcement, Offer, check_announcement, check_offer
 from kv_transfer.pump import IDLE_S, Clock, Pump
 from kv_transfer.self_test import SourceScratch
@@ -60,6 +60,7 @@ class HandoverSource:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._protocol: SourceProtocol | None = None
+        self._digests = OfferDigests(regions, identity.block_size) if settings.verify_kv else None
         self.control_address = ""
         self._pump = Pump("handover-source", self._set_up, self._turn, self._tear_down, self._count_error)
         self._pump.start()
@@ -67,7 +68,7 @@ class HandoverSource:
     def announce(self, announcement: Announcement) -> None:
         """A part of the prompt is computed. `LayoutError` if the blocks do not fit the tokens or the pool."""
         ids = check_announcement(announcement, self._identity.block_size, self._regions)
-        self._pump.post(lambda: self._ready.ledger.announce(announcement, ids, self._clock()))
+        self._pump.post(lambda: self._announced(announcement, ids))
 
     def offer(self, offer: Offer) -> None:
         """The prompt is computed. `LayoutError` if the blocks do not fit the tokens or the pool."""
@@ -76,7 +77,7 @@ class HandoverSource:
 
     def withdraw(self, handover_id: str) -> None:
         """Take it back. If it was offered, `Released` follows once no reader holds it."""
-        self._pump.post(lambda: self._ready.ledger.withdraw(handover_id, self._clock()))
+        self._pump.post(lambda: self._withdraw(handover_id))
 
     def events(self) -> list[SourceEvent]:
         """What happened since the last call, in order."""
@@ -127,19 +128,39 @@ class HandoverSource:
         )
         self._pump.poller.register(self._socket, zmq.POLLIN)
 
+    def _announced(self, announcement: Announcement, ids: BlockIds) -> None:
+        if self._digests is not None:
+            self._digests.announce(announcement, ids)
+        self._ready.ledger.announce(announcement, ids, self._clock())
+
     def _offer(self, offer: Offer, ids: BlockIds) -> None:
-        # Here and not in the engine's thread: the blocks are pinned, and it takes a second per GB.
-        found = source_digests(self._regions, ids, offer.state_slot) if self._settings.verify_kv else b""
-        self._ready.ledger.offer(offer, ids, self._clock(), found)
+        if self._digests is None:
+            self._ready.ledger.offer(offer, ids, self._clock())
+        else:
+            self._digests.offer(offer, ids)
+
+    def _withdraw(self, handover_id: str) -> None:
+        if self._digests is not None:
+            self._digests.withdraw(handover_id)
+        self._ready.ledger.withdraw(handover_id, self._clock())
+
+    def _hash(self) -> bool:
+        """A slice of the digests under way; True if there is more to do."""
+        if self._digests is None:
+            return False
+        for offer, ids, digests in self._digests.work():
+            self._ready.ledger.offer(offer, ids, self._clock(), digests)
+        return self._digests.is_busy
 
     def _turn(self) -> float:
         assert self._socket is not None
         frames = receive_all(self._socket)
         for reader, *payload in frames:
             self._ready.on_frames(reader, payload, self._clock())
+        is_hashing = self._hash()
         self._ready.ledger.expire(self._clock())
         self._announce()
-        return IDLE_S if not frames else 0.0
+        return 0.0 if frames or is_hashing else IDLE_S
 
     def _announce(self) -> None:
         if self._events:

@@ -131,6 +131,15 @@ class EngineFailure(ProxyError):
         return self.error.code == EngineLeaves.code
 
     @property
+    def leaves_handover(self) -> bool:
+        """Said by a completion engine before its first token: the prompt engine may still keep the prompt."""
+        if self.role != "completion" or self.error.code in _OWN_FAULTS:
+            return False
+        if self.is_of_handover or self.is_out_of_room:
+            return self.error.code == "handover_no_room"
+        return self.status >= 500 or self.status == HTTPStatus.TOO_MANY_REQUESTS
+
+    @property
     def kind(self) -> str:
         """What happened, as a metric's label."""
         if self.is_out_of_room:

@@ -1,6 +1,7 @@
 """Keeps the choices of one prompt going when engines fail under them.
 
 1. run      all choices run on the route that was prepared for them
+   pass on  a completion engine leaves the hand-over before its first token: another one takes the same
 2. retry    it failed before any token: the whole prompt runs again, on engines that have not failed it
 3. migrate  it failed later, or its engine leaves (`departures`): each unfinished choice goes on by itself on
             another route; its prompt and the tokens that its client has are prefilled there and replayed, so
@@ -16,6 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -23,7 +25,7 @@ from proxy.departures import Departures
 from proxy.engines import Engine, EngineStart
 from proxy.errors import EngineFailure, EngineLeaves
 from proxy.legs import EngineCalls
-from proxy.pairing import Route
+from proxy.pairing import Pair, Route
 from proxy.request_flow import PromptWork, run_prompt
 from proxy.token_batch import TokenBatch, TokenSink
 
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
 """Of a whole prompt, before its first token; its client may well try again itself."""
-Stage = Literal["retry", "stream"]
+Stage = Literal["handover", "retry", "stream"]
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
@@ -52,6 +54,11 @@ class RouteSource(Protocol):
     def any(self, work: PromptWork) -> Route | None:
         """A route for `work`, whatever has failed it."""
 
+    def another_completion(
+        self, pair: Pair, work: PromptWork, failed: frozenset[EngineStart]
+    ) -> Engine | None:
+        """Who is to take the hand-over that the pair's prompt engine keeps; None: nobody now."""
+
     def started(self, route: Route, work: PromptWork) -> None:
         """An attempt of the work begins on the route."""
 
@@ -67,7 +74,8 @@ class FailureObserver(Protocol):
         """Called for every failure, also for those that the client never hears of."""
 
     def begun_again(self, reason: str, stage: Stage) -> None:
-        """A whole prompt (`retry`) or a choice in mid-stream (`stream`) goes on elsewhere."""
+        """A computed prompt (`handover`), a whole one (`retry`) or a choice in mid-stream (`stream`) goes on
+        elsewhere."""
 
 
 class Progress:
@@ -126,29 +134,40 @@ class PromptRun:
     async def run(self, route: Route, work: PromptWork, sinks: Sequence[TokenSink]) -> None:
         """Feed each choice's sink to its end; raises the `EngineFailure` that could not be helped."""
         choices = [Progress(sink, work) for sink in sinks]
-        attempts = _Attempts(self)
+        attempts = _Attempts(self, route)
         attempt = work
         while True:
-            self.routes.started(route, attempt)
             try:
-                await self._attempt(route, attempt, choices)
+                await self._attempt(attempts, route, attempt, choices)
             except EngineFailure as failure:
-                attempts.failed(failure, route)
+                attempts.failed(failure)
                 if any(choice.token_ids for choice in choices):
                     break
                 route = attempts.retry(work)
                 attempt = attempts.renamed(work)
             else:
-                self.routes.computed(route, [*work.prompt_token_ids, *choices[0].token_ids])
+                self.routes.computed(attempts.route, [*work.prompt_token_ids, *choices[0].token_ids])
                 if all(choice.is_done for choice in choices):
                     return
-                attempts.left(route)
+                attempts.left()
                 break
         await self._migrate(attempts, work, choices)
 
-    async def _attempt(self, route: Route, work: PromptWork, choices: Sequence[Progress]) -> None:
-        with self.departures.staying(route.engines[-1], choices):
-            await run_prompt(self.calls, route, work, choices)
+    async def _attempt(
+        self, attempts: "_Attempts", route: Route, work: PromptWork, choices: Sequence[Progress]
+    ) -> None:
+        attempts.start(route, work)
+        with ExitStack() as stay:
+            stay.enter_context(self.departures.staying(route.engines[-1], choices))
+
+            def pass_on(failure: EngineFailure) -> Engine | None:
+                another = attempts.pass_on(failure, work)
+                if another is not None:
+                    stay.close()
+                    stay.enter_context(self.departures.staying(another, choices))
+                return another
+
+            await run_prompt(self.calls, route, work, choices, pass_on)
 
     async def _migrate(self, attempts: "_Attempts", work: PromptWork, choices: Sequence[Progress]) -> None:
         try:
@@ -168,25 +187,28 @@ class PromptRun:
                 return
             attempt = attempts.renamed(work.after(choice.token_ids))
             route = await attempts.migrate(attempt)
-            self.routes.started(route, attempt)
             try:
-                await self._attempt(route, attempt, [choice])
+                await self._attempt(attempts, route, attempt, [choice])
             except EngineFailure as failure:
                 if len(choice.token_ids) > num_before:
                     attempts.begin_wait()
-                attempts.failed(failure, route)
+                attempts.failed(failure)
             else:
-                self.routes.computed(route, [*work.prompt_token_ids, *choice.token_ids])
+                self.routes.computed(attempts.route, [*work.prompt_token_ids, *choice.token_ids])
                 if not choice.is_done:
-                    attempts.left(route)
+                    attempts.left()
                     attempts.begin_wait()
 
 
 class _Attempts:
     """What has been tried for one choice, or for a whole prompt, and what may be tried yet."""
 
-    def __init__(self, run: PromptRun) -> None:
+    def __init__(self, run: PromptRun, route: Route) -> None:
         self._run = run
+        self.route = route
+        """Of the attempt under way; its completion engine is the one that has the hand-over now."""
+        self._left: frozenset[EngineStart] = frozenset()
+        """Completion engines that have left the hand-over of the attempt under way."""
         self._failed: frozenset[EngineStart] = frozenset()
         self._last: EngineFailure | None = None
         self._num_taken = 0
@@ -198,23 +220,44 @@ class _Attempts:
 
     def copy(self) -> "_Attempts":
         """The same history for one of several choices."""
-        other = _Attempts(self._run)
+        other = _Attempts(self._run, self.route)
         other._failed, other._last, other._num_taken = self._failed, self._last, self._num_taken
         other.begin_wait()
         return other
 
-    def failed(self, failure: EngineFailure, route: Route) -> None:
+    def start(self, route: Route, work: PromptWork) -> None:
+        self.route, self._left = route, frozenset()
+        self._run.routes.started(route, work)
+
+    def pass_on(self, failure: EngineFailure, work: PromptWork) -> Engine | None:
+        """Another completion engine for the hand-over of this attempt; the failure is then dealt with."""
+        pair, num_taken = self.route, self._num_taken + failure.was_taken
+        if not isinstance(pair, Pair) or num_taken > self._run.limits.max_migrations:
+            return None
+        self._left |= {pair.completion.start}
+        another = self._run.routes.another_completion(pair, work, self._failed | self._left)
+        if another is None:
+            return None
+        self._note(failure)
+        self.route = replace(pair, completion=another)
+        self._begin("handover", work)
+        return another
+
+    def failed(self, failure: EngineFailure) -> None:
         """Raises the failure where nothing may follow it."""
-        self._run.observer.leg_failed(failure, route)
-        self._last = failure
-        self._num_taken += failure.was_taken
+        self._note(failure)
         if not failure.may_pass_elsewhere or self._num_taken > self._run.limits.max_migrations:
             raise failure
-        self._failed |= {engine.start for engine in route.engines if _is_suspect(engine, failure)}
 
-    def left(self, route: Route) -> None:
-        """The route's engine drains; what goes on does so elsewhere."""
-        engine = route.engines[-1]
+    def _note(self, failure: EngineFailure) -> None:
+        self._run.observer.leg_failed(failure, self.route)
+        self._last = failure
+        self._num_taken += failure.was_taken
+        self._failed |= {engine.start for engine in self.route.engines if _is_suspect(engine, failure)}
+
+    def left(self) -> None:
+        """The engine that decodes drains; what goes on does so elsewhere."""
+        engine = self.route.engines[-1]
         self._last = EngineLeaves(engine.role, f"the {engine.role} engine is shutting down")
         self._failed |= {engine.start}
 
@@ -252,7 +295,7 @@ class _Attempts:
 
     def _begin(self, stage: Stage, work: PromptWork) -> None:
         assert self._last is not None
-        self._num_tries += 1
+        self._num_tries += stage != "handover"
         self._run.observer.begun_again(self._last.kind, stage)
         logger.info(
             "request_id=%s begins again (%s) at output %d: %s",

@@ -91,6 +91,17 @@ def choose_route(
     return _choose_pair(prompts, completions, ask, rules, known) if prompts else None
 
 
+def another_completion(
+    fleet: FleetSnapshot, prompt: Engine, ask: Ask, rules: PairingRules, known: Knowledge = Knowledge()
+) -> Engine | None:
+    """Who could take a hand-over that `prompt` keeps, of the fleet's engines."""
+    partners = _partners(prompt, fleet.routable("completion"))
+    if not partners:
+        return None
+    near = _in_zone(partners, _info(prompt).zone)
+    return POLICIES[rules.completion](known.candidates(near), ask).engine
+
+
 def route_at(fleet: FleetSnapshot, turn: int) -> Route | None:
     """The route of request number `turn`, counting from 0, where all engines take turns."""
     return choose_route(fleet, Ask(turn=turn), ROUND_ROBIN)

@@ -7,14 +7,18 @@
     4. a choice ends with a finish reason, or with a sink that wants no more; when all have ended, what still
        runs is closed, which aborts it
 
+A completion engine that refuses, has no room or dies before its first token leaves the hand-over with the
+prompt engine; another one may then take the same hand-over, and nothing is computed twice.
+
 A leg that fails cancels the other at once; cancelling `run_prompt` cancels both. A hand-over that the
 completion engine has not taken over by then is withdrawn from the prompt engine.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from proxy.engine_waits import too_slow
 from proxy.engines import Engine
@@ -77,7 +81,21 @@ class PromptWork:
         )
 
 
-async def run_prompt(calls: EngineCalls, route: Route, work: PromptWork, sinks: Sequence[TokenSink]) -> None:
+PassOn: TypeAlias = Callable[[EngineFailure], Engine | None]
+"""Who else may take a hand-over that a completion engine has left; None: nobody."""
+
+
+def _to_nobody(failure: EngineFailure) -> None:
+    return None
+
+
+async def run_prompt(
+    calls: EngineCalls,
+    route: Route,
+    work: PromptWork,
+    sinks: Sequence[TokenSink],
+    pass_on: PassOn = _to_nobody,
+) -> None:
     """Feed each choice's sink with its tokens, the last batch with its finish reason.
 
     Raises the `EngineFailure` that ended one of them otherwise, and with it all.
@@ -85,7 +103,7 @@ async def run_prompt(calls: EngineCalls, route: Route, work: PromptWork, sinks: 
     assert len(sinks) == work.num_completions
     match route:
         case Pair(prompt, completion, lender):
-            await _PairFlow(calls, prompt, completion, work, sinks, lender).run()
+            await _PairFlow(calls, prompt, completion, work, sinks, lender, pass_on).run()
         case Single(normal):
             await _run_single(calls, normal, work, sinks)
 
@@ -122,8 +140,10 @@ class _PairFlow:
         work: PromptWork,
         sinks: Sequence[TokenSink],
         lender: Engine | None,
+        pass_on: PassOn,
     ) -> None:
         self._calls = calls
+        self._pass_on = pass_on
         self._lender = lender
         self._prompt = prompt
         self._completion = completion
@@ -227,27 +247,41 @@ class _PairFlow:
                     await self._completion_answered.wait()
 
     async def _run_completion_leg(self) -> None:
-        try:
-            async with AsyncExitStack() as until_end:
-                leg, first = await self._open_completion_leg(until_end)
-                if first.failure is not None and not first.parts:
-                    raise first.failure
-                self._is_taken_over = True
-                self._calls.answered(self._completion)
-                await self._first_tokens_are_out.wait()
-                next_index = self._work.num_replayed_tokens + 1
-                relay = Relay(self._completion, self._handed_over, self._wanted, next_index=next_index)
-                await relay.run(leg, first, self._timeouts.stall_s)
-        except EngineFailure as failure:
-            self._completion_failure = failure
-            self._completion_answered.set()
-            await self._let_prompt_leg_explain(failure)
-            raise
+        while True:
+            try:
+                await self._follow_completion()
+                return
+            except EngineFailure as failure:
+                another = self._another_taker(failure)
+                if another is None:
+                    self._completion_failure = failure
+                    self._completion_answered.set()
+                    await self._let_prompt_leg_explain(failure)
+                    raise
+                self._completion = another
+
+    def _another_taker(self, failure: EngineFailure) -> Engine | None:
+        is_left = failure.leaves_handover and not self._is_taken_over
+        return self._pass_on(failure) if is_left else None
+
+    async def _follow_completion(self) -> None:
+        """From the request to the end of its stream."""
+        async with AsyncExitStack() as until_end:
+            leg, first = await self._open_completion_leg(until_end)
+            if first.failure is not None and not first.parts:
+                raise first.failure
+            self._is_taken_over = True
+            self._calls.answered(self._completion)
+            await self._first_tokens_are_out.wait()
+            next_index = self._work.num_replayed_tokens + 1
+            relay = Relay(self._completion, self._handed_over, self._wanted, next_index=next_index)
+            await relay.run(leg, first, self._timeouts.stall_s)
 
     async def _open_completion_leg(self, until_end: AsyncExitStack) -> tuple[CompletionLeg, LegBatch]:
         """The leg and its first tokens, which cannot come before the prompt is computed."""
+        patience_s = self._timeouts.first_byte_s if self._prompt_answered.is_set() else None
         try:
-            async with self._calls.waits.on(self._completion, None) as self._completion_patience:
+            async with self._calls.waits.on(self._completion, patience_s) as self._completion_patience:
                 leg = await until_end.enter_async_context(
                     self._calls.completion(self._completion, self._completion_request(), None)
                 )

@@ -8,7 +8,15 @@ from proxy.engines import Engine, EngineDirectory, EngineStart, FleetSnapshot
 from proxy.errors import EngineFailure, EngineUnreachable
 from proxy.kv_transfer_params import KvTransferParams
 from proxy.loads import EngineLoads
-from proxy.pairing import Knowledge, PairingRules, Route, choose_route, longest_of_routes
+from proxy.pairing import (
+    Knowledge,
+    Pair,
+    PairingRules,
+    Route,
+    another_completion,
+    choose_route,
+    longest_of_routes,
+)
 from proxy.prefix_index import PrefixIndex
 from proxy.request_flow import PromptWork
 from proxy.role_policies import Ask
@@ -74,6 +82,20 @@ class Routes:
         """A route that takes all of `work`."""
         return self.fresh(work, frozenset())
 
+    def another_completion(
+        self, pair: Pair, work: PromptWork, failed: frozenset[EngineStart]
+    ) -> Engine | None:
+        """Who is now to take the hand-over that the pair's prompt engine keeps; none of those that failed."""
+        fleet = self.snapshot().without(failed | {pair.completion.start}).taking(work.num_tokens_at_end)
+        known = Knowledge(self._loads.num_queued_tokens, self._cached(fleet, work.prompt_token_ids))
+        engine = another_completion(
+            fleet, pair.prompt, self._ask(work.prompt_token_ids, None), self._rules, known
+        )
+        if engine is not None:
+            self._directory.assigned(engine)
+            self._remember(work.prompt_token_ids, (engine,))
+        return engine
+
     def started(self, route: Route | SingleLeg, work: PromptWork) -> None:
         """The work is on its way: what was chosen for a request that is refused then counts for nothing."""
         for engine in route.engines:
@@ -111,15 +133,18 @@ class Routes:
     def _choose(
         self, fleet: FleetSnapshot, prompt_token_ids: Sequence[int], session: str | None
     ) -> Route | None:
+        ask = self._ask(prompt_token_ids, session)
+        cached = self._cached(fleet, prompt_token_ids)
+        return choose_route(fleet, ask, self._rules, Knowledge(self._loads.num_queued_tokens, cached))
+
+    def _ask(self, prompt_token_ids: Sequence[int], session: str | None) -> Ask:
         turn, self._turn = self._turn, self._turn + 1
-        ask = Ask(
+        return Ask(
             turn=turn,
             draws=(self._chance.random(), self._chance.random()),
             num_prompt_tokens=len(prompt_token_ids),
             session=session,
         )
-        cached = self._cached(fleet, prompt_token_ids)
-        return choose_route(fleet, ask, self._rules, Knowledge(self._loads.num_queued_tokens, cached))
 
     def _cached(self, fleet: FleetSnapshot, token_ids: Sequence[int]) -> dict[str, int]:
         """By URL; only tokens that need not be computed: the last one always is."""

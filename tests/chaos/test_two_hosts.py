@@ -40,5 +40,3 @@ def test_link_cut_at_a_stage_ends_with_the_right_tokens_or_an_error(
     print(f"{stage}, link cut for {cut_s:g} s: {outcome.error or 'right'} after {outcome.took_s:.1f} s")
     assert outcome.error is None or cut_s >= LEASE_S
     pair.until_it_works_again()
-
-

@@ -154,7 +154,7 @@ class Storm:
             self._pair.pool.kv[list(life.source_ids)] = life.fill
             item = offer(life.handover_id, 6, life.source_ids)
             ids = check_offer(item, 4, self._pair.pool.regions)
-            found = source_digests(self._pair.pool.regions, ids, None) if self.verify_kv else b""
+            found = source_digests(self._pair.pool.regions, 4, 6, ids, None) if self.verify_kv else b""
             self._pair.source.ledger.offer(item, ids, self._pair.now_s, found)
             self._held[life.handover_id] = life.source_ids
 

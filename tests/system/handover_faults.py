@@ -1,7 +1,7 @@
 """Requests through a pair on two hosts, each disturbed at one stage of its hand-over.
 
-The model is small and random, its prompts are long and its chunks short: so a prefill takes about a second, the
-KV of a whole prompt longer still over the link, and every stage can be met from outside.
+The model is small and random, its prompts are long and its chunks short: so a prefill takes about a second,
+the KV of a whole prompt longer still over the link, and every stage can be met from outside.
 """
 
 import json
@@ -26,9 +26,9 @@ from tests.system.processes import ServiceProcess, eventually
 
 NUM_PROMPT_TOKENS, NUM_TOKENS = 1000, 100
 BLOCK_SIZE, CHUNK = 16, 16
-NUM_POOL_BLOCKS = 224
-"""Room for three prompts and a little more."""
-LEASE_S = 2.0
+NUM_PROMPT_BLOCKS, NUM_COMPLETION_BLOCKS = 224, 136
+"""Room for three prompts, and for two of which one is answered at length."""
+LEASE_S = 1.0
 RATE = "40mbit"
 REQUEST_LIMIT_S = 60.0
 AGAIN_LIMIT_S = 60.0
@@ -45,7 +45,6 @@ KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 64 * 4
 SHARED = (
     *("--dtype", "fp32", "--num-threads", "1", "--verify-kv", "--lease-s", str(LEASE_S)),
     *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8"),
-    *("--kv-bytes", str(NUM_POOL_BLOCKS * BLOCK_SIZE * KV_BYTES_PER_TOKEN)),
 )
 
 
@@ -83,7 +82,9 @@ class TinyOracle:
             settings = transformers.GenerationConfig(
                 max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, pad_token_id=0
             )
-            generated = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            generated = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
         return " ".join(f"w{token}" for token in generated[0, len(prompt) :].tolist())
 
 
@@ -157,6 +158,10 @@ class Disturbed:
         eventually(self.stack.nothing_is_held, "nothing is held", 30)
 
 
+def kv_bytes(num_blocks: int) -> tuple[str, str]:
+    return "--kv-bytes", str(num_blocks * BLOCK_SIZE * KV_BYTES_PER_TOKEN)
+
+
 @contextmanager
 def disturbed(
     path: Path,
@@ -168,7 +173,13 @@ def disturbed(
 ) -> Iterator[Disturbed]:
     oracle = TinyOracle(path)
     stack = StackOnHosts(
-        path, (*SHARED, *shared), rate=RATE, completion=completion, another=another, transport=transport
+        path,
+        (*SHARED, *shared),
+        rate=RATE,
+        prompt=kv_bytes(NUM_PROMPT_BLOCKS),
+        completion=(*kv_bytes(NUM_COMPLETION_BLOCKS), *completion),
+        another=None if another is None else (*kv_bytes(NUM_COMPLETION_BLOCKS), *another),
+        transport=transport,
     )
     with stack, ThreadPoolExecutor(8) as senders:
         pair = Disturbed(stack, oracle, senders)
@@ -183,7 +194,9 @@ def waiting(pair: Disturbed) -> Stream:
     """Behind another prompt at P; D has asked for the hand-over."""
     before = pair.prompt.metric("tandem_engine_prompt_tokens_total")
     pair.send(num_tokens=1)
-    eventually(lambda: pair.prompt.metric("tandem_engine_prompt_tokens_total") > before, "the plug is computed")
+    eventually(
+        lambda: pair.prompt.metric("tandem_engine_prompt_tokens_total") > before, "the plug is computed"
+    )
     stream = pair.send()
     eventually(
         lambda: pair.prompt.metric("tandem_engine_waiting_sequences") > 0 or stream.num_chunks > 0, "it waits"

@@ -101,6 +101,7 @@ class StackOnHosts:
         shared: Sequence[str],
         *,
         rate: str,
+        prompt: Sequence[str] = (),
         completion: Sequence[str] = (),
         another: Sequence[str] | None = None,
         transport: str = "zmq",
@@ -112,7 +113,7 @@ class StackOnHosts:
         self.hosts = ThreeHosts(rate)
         self._specs = {
             "prompt": self._engine(
-                "prompt", PROMPT_URL, "--host", "10.77.1.2", "--control-host", PROMPT_DATA, *engine
+                "prompt", PROMPT_URL, "--host", "10.77.1.2", "--control-host", PROMPT_DATA, *engine, *prompt
             ),
             "completion": self._engine("completion", COMPLETION_URL, *there, *engine, *completion),
         }
