@@ -1,8 +1,8 @@
 """Digests of KV: computed at the source of what it offers, compared at the sink with what has arrived.
 
 Each covers a few neighbouring tokens in all layers, whatever the blocks they lie in: so two engines with
-unequal blocks compare every token that was read, also of blocks that were read in part. Hashing takes a second
-per GB, so it is done in slices, between which leases are renewed.
+unequal blocks compare every token that was read, also of blocks that were read in part. Hashing takes a
+second per GB, so it is done in slices, between which leases are renewed.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class TokenDigests:
         return bytes(self._found)
 
     def wrong_blocks(self, expected: bytes) -> list[int]:
-        """Numbers of the blocks with a token whose digest is not the expected one; `expected` is of all tokens."""
+        """Numbers of the blocks with a token whose digest is not the expected one of all tokens."""
         per_block = self._block_size // self._group
         skipped = self._first_block * per_block * DIGEST_BYTES
         mine = np.frombuffer(self._found, dtype="<u8")

@@ -25,6 +25,7 @@ from kv_transfer.layout import Region
 from kv_transfer.pump import IDLE_S, Pump
 from kv_transfer.sockets import bind
 from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory
+from kv_transfer.transports.heap import keep_freed_messages
 from kv_transfer.transports.pieces import (
     MAX_EXTENT_BYTES,
     MAX_EXTENTS,
@@ -111,6 +112,7 @@ class ZmqTransport:
         except msgspec.MsgspecError as error:
             raise ReadError(f"the source's zmq address is not valid: {error}") from error
         if self._context is None:
+            keep_freed_messages()
             self._context = zmq.Context()
         address = _data_address(memory.host_address, blob.port)
         return ZmqConnection(self._context, address, blob.token, regions or self._regions)
@@ -267,7 +269,6 @@ class ZmqConnection:
         self._context, self._address, self._token = context, address, token
         self._block_bytes = [region.block_bytes for region in regions]
         self._flat = [region_view(region).reshape(-1) for region in regions]
-        self._staging = np.empty(MAX_STAGED_BYTES, dtype=np.uint8)
         self._socket = self._connected()
         self._reads: dict[int, _Read] = {}
         self._queue: deque[tuple[_Read, Piece]] = deque()
@@ -375,12 +376,15 @@ class ZmqConnection:
         )
 
     def _scatter(self, flat: npt.NDArray[np.uint8], piece: Piece) -> bool:
-        """All extents from one frame."""
-        if not self._receive_into(self._staging, piece.num_bytes):
+        """All extents from one frame, from ZMQ's own memory."""
+        if not self._socket.getsockopt(zmq.RCVMORE):
+            return False
+        received = np.frombuffer(self._socket.recv(zmq.NOBLOCK, copy=False).buffer, dtype=np.uint8)
+        if received.size != piece.num_bytes:
             return False
         start = 0
         for offset, size in piece.local.tolist():
-            flat[offset : offset + size] = self._staging[start : start + size]
+            flat[offset : offset + size] = received[start : start + size]
             start += size
         return True
 
