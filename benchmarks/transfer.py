@@ -27,6 +27,7 @@ from kv_transfer.memory import HugePageRegion
 from kv_transfer.pump import BUSY_S
 from kv_transfer.transport import BlockRead, Connection, RemoteMemory, Transport
 from kv_transfer.transports import make_transport
+from processes.heap import keep_freed_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 GB = 1e9
@@ -248,6 +249,7 @@ def _compare(
 
 
 def main() -> None:
+    keep_freed_memory()  # as engines do
     parser = argument_parser("Both transports against memcpy")
     parser.add_argument("--repeats", type=int, default=5, help="timed copies for each row")
     parser.add_argument("--quick", action="store_true", help="16 MiB only")

@@ -7,6 +7,7 @@ from dataclasses import fields
 import torch
 
 from engine.activity import make_activity_log
+from engine.before_ready import check_transfers, warm_up
 from engine.choices import Choices
 from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.config import EngineConfig
@@ -18,7 +19,7 @@ from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import Ready
 from engine.lending import Lender
 from engine.llm_engine import LLMEngine
-from engine.model_runner import Runner, keep_freed_memory, load_model_runner
+from engine.model_runner import Runner, load_model_runner
 from engine.prompt_role import PromptHandover
 from engine.pull_back import PullBack, PullBackLimits
 from engine.rendezvous import GroupPlace, join_group
@@ -33,6 +34,7 @@ from kv_transfer.transports import check_rdma, make_transport
 from model_files.errors import ModelFilesError
 from model_files.interface import ModelFiles
 from model_files.resolve import resolve_model
+from processes.heap import keep_freed_memory
 from shared_scheduler import ConfigError, EngineType, Scheduler, SchedulerConfig, WaitingPolicy
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,8 @@ def build_engine(
         identity = Identity(config.engine_id, config.epoch, compatibility(config, files, runner))
         choices = Choices(scheduler)
         role, transport, control_address = build_role(config, identity, runner, scheduler, choices, wake)
+        report("warming up", 0.95)
+        warm_up(runner, settings)
     except (ModelFilesError, EngineError, TransferError, ConfigError) as error:
         raise EngineStartError(str(error)) from error
     activity_log = make_activity_log(runner.config, config.peak_gflops)
@@ -251,6 +255,14 @@ def build_ends(
         source = HandoverSource(identity, regions, served, config.control_bind, settings, wake)
     if both or config.role == "completion":
         sink = HandoverSink(identity, regions, reading, settings, wake)
+    check = [make_transport(config.transport, config.nixl_backend) for _ in range(2)]
+    try:
+        check_transfers(identity, regions, source, check)
+    except EngineError:
+        for end in (source, sink):
+            if end is not None:
+                end.close()
+        raise
     return source, sink, reading.name
 
 

@@ -62,6 +62,8 @@ class HandoverSource:
         self._protocol: SourceProtocol | None = None
         self._digests = OfferDigests(regions, identity.block_size) if settings.verify_kv else None
         self.control_address = ""
+        self.local_address = ""
+        """The same from this host, whatever is advertised."""
         self._pump = Pump("handover-source", self._set_up, self._turn, self._tear_down, self._count_error)
         self._pump.start()
 
@@ -121,6 +123,7 @@ class HandoverSource:
         self._socket = control_router(self._context, self._settings)
         endpoint = bind(self._socket, self._bind_address)
         self.control_address = advertised(endpoint, self._settings.advertise_host)
+        self.local_address = advertised(endpoint, "127.0.0.1")
         blob = self._transport.register(self._regions, endpoint)
         served = Served(self._transport.name, self._transport.version, blob, self._regions)
         self._protocol = SourceProtocol(

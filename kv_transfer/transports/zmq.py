@@ -25,7 +25,6 @@ from kv_transfer.layout import Region
 from kv_transfer.pump import IDLE_S, Pump
 from kv_transfer.sockets import bind
 from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory
-from kv_transfer.transports.heap import keep_freed_messages
 from kv_transfer.transports.pieces import (
     MAX_EXTENT_BYTES,
     MAX_EXTENTS,
@@ -112,7 +111,6 @@ class ZmqTransport:
         except msgspec.MsgspecError as error:
             raise ReadError(f"the source's zmq address is not valid: {error}") from error
         if self._context is None:
-            keep_freed_messages()
             self._context = zmq.Context()
         address = _data_address(memory.host_address, blob.port)
         return ZmqConnection(self._context, address, blob.token, regions or self._regions)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine.errors import KVPoolError, WeightFormatError
-from engine.model_runner import ModelRunner, keep_freed_memory, load_model_runner
+from engine.model_runner import ModelRunner, load_model_runner
 from model_files import EMBEDDED_MODEL, ModelFiles, ModelFilesError, resolve_model
+from processes.heap import keep_freed_memory
 from tests.engine.builders import StepOf, batch_of, save_tiny_model
 from tests.engine.reference import first_difference, reference_generate
 
