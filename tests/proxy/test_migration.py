@@ -178,11 +178,12 @@ async def test_a_stream_goes_on_elsewhere_with_the_same_text_usage_and_end(
         assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1
         stages = [
             running.metric("tandem_proxy_migrations_total", reason=reason, stage=stage)
-            for stage in ("retry", "stream")
+            for stage in ("stream", "retry", "handover")
         ]
-        # A completion leg that fails at once may do so before token 0 is out: then that is drawn again.
-        num_again = int(stages == [1, 0] and index == 1)
-        assert stages == [num_again, 1 - num_again]
+        # A completion leg that fails at once may do so before token 0 is out, which is then drawn again, or
+        # leave the hand-over to the other completion engine.
+        assert stages == [1, 0, 0] or (index == 1 and sum(stages) == 1)
+        num_again = int(stages[1])
         if name != "skips":  # what such an engine sent together with the gap is not believed either
             assert scripts.num_generated == len(TOKENS) + num_again, "something was generated twice"
 

@@ -31,6 +31,11 @@ async def dies(call: Call) -> None:
     await loses_its_engine(call)
 
 
+async def breaks_off(call: Call) -> None:
+    await call.accept()
+    await breaks(call)
+
+
 async def misses_its_peer(call: Call) -> None:
     await call.accept()
     await loses_its_peer(call)
@@ -41,7 +46,7 @@ LEAVES: dict[str, tuple[Script, str]] = {
     "is too busy": (is_too_busy, "refused"),
     "has no room": (declines, "out_of_room"),
     "dies": (dies, "refused"),
-    "breaks": (breaks, "broken"),
+    "breaks": (breaks_off, "broken"),
 }
 
 

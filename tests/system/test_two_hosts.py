@@ -7,13 +7,11 @@ import pytest
 from tests.kv_transfer.namespaces import needs_namespaces
 from tests.system.handover_faults import (
     FAULTS,
-    LEASE_S,
     STAGES,
     Disturbed,
     cut,
     disturbed,
 )
-from tests.system.processes import eventually
 
 pytestmark = [pytest.mark.system, needs_namespaces]
 
@@ -41,15 +39,4 @@ def test_fault_at_a_stage_ends_with_the_right_tokens_or_an_error(
     stream = STAGES[stage](pair)
     FAULTS[fault](pair, name)
     pair.end(stream)
-    pair.until_it_works_again()
-
-
-def test_lease_far_shorter_than_the_queue_of_the_completion_engine(pair: Disturbed) -> None:
-    """A long answer takes what the pool has; the next prompt waits for room, under its lease."""
-    long = pair.send(num_tokens=600)
-    eventually(lambda: long.num_chunks > 1, "it decodes")
-    waited = pair.end(pair.send(num_tokens=8))
-    assert waited.error is None
-    assert waited.took_s > LEASE_S
-    assert pair.end(long).error is None
     pair.until_it_works_again()
