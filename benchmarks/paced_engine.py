@@ -97,6 +97,7 @@ def _ready(model: str) -> Ready:
         compatibility_hash="benchmark",
         compatibility={},
         control_address=None,
+        kernels="torch",
         transport=None,
         max_model_len=LONGEST,
         vocab_size=LONGEST,

@@ -67,6 +67,7 @@ def build_engine(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             num_threads=config.num_threads,
+            kernels=config.kernels,
         )
         settings = scheduler_config(config, runner)
         group = build_group(config, settings, files, wake, report)
@@ -98,6 +99,7 @@ def build_engine(
         compatibility=dict(identity.compatibility),
         control_address=control_address,
         transport=transport,
+        kernels=runner.kernels,
         max_model_len=scheduler.config.max_model_len,
         vocab_size=runner.config.vocab_size,
         stats=engine.stats(),

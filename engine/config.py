@@ -10,6 +10,8 @@ SpeculativeMethod = Literal["off", "ngram"]
 """Where drafts come from; ngram: what followed the newest tokens when they stood in the text before."""
 
 
+KernelChoice = Literal["auto", "native", "torch"]
+
 WaitingPolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority"]
 
 
@@ -22,6 +24,8 @@ class EngineConfig:
     epoch: int
     model: str
     dtype: str = "fp16w"
+    kernels: KernelChoice = "auto"
+    """What computes the model: the compiled kernels, torch, or whichever of them there is."""
     num_threads: int = 1
 
     block_size: int = 32

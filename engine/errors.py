@@ -6,6 +6,7 @@ EngineError
 ├── ModelNotSupportedError  neither we nor transformers can compute this model; one line that says why
 ├── GrammarError        a structure that no answer can be held to
 ├── GrammarQueueFull    a structure that cannot be compiled now
+├── KernelsError        the compiled kernels cannot be used here; the message says why
 ├── WeightFormatError   the weights cannot be kept in the form asked for by --dtype
 └── ModelOutputError    the model produced something that no token can be drawn from
 """
@@ -33,6 +34,10 @@ class GrammarError(EngineError, ValueError):
 
 class GrammarQueueFull(EngineError):
     """Too many structures wait for a compiler; the same request may be served later."""
+
+
+class KernelsError(EngineError):
+    """The C++ kernels are missing, or do not fit this processor or model."""
 
 
 class WeightFormatError(EngineError, ValueError):

@@ -138,6 +138,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     compatibility: dict[str, str]
     control_address: str | None
     transport: str | None
+    kernels: str
+    """What computes the model: native or torch."""
     max_model_len: int
     vocab_size: int
     stats: EngineStats

@@ -8,12 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.config import KernelChoice
 from engine.errors import ModelNotSupportedError
 from engine.kv_pool import KVLayout, KVPool
 from engine.model.attention import TorchAttention
 from engine.model.interface import AttentionBackend, DecoderModel, StepInputs
 from engine.model.linear import check_weight_format
 from engine.model.loader import load_model
+from engine.native.library import choose_library
 from engine.state_pool import StatePool
 from model_files import ModelConfig, ModelFiles
 from shared_scheduler import Batch
@@ -45,6 +47,8 @@ class Runner(Protocol):
     config: ModelConfig
     kv_pool: KVPool
     states: StatePool | None
+    kernels: str
+    """What computes the model: native or torch."""
     sliding_window: int | None
     """No layer sees more tokens than this; None: some layer sees all."""
 
@@ -65,7 +69,9 @@ class PoolSizes:
 
 
 class ModelRunner:
-    """The runner of the own forward pass."""
+    """The runner of the own forward pass in torch."""
+
+    kernels = "torch"
 
     def __init__(
         self,
@@ -117,16 +123,18 @@ def load_model_runner(
     max_num_seqs: int = 64,
     max_model_len: int | None = None,
     num_threads: int | None = None,
+    kernels: KernelChoice = "auto",
 ) -> Runner:
     """Loads the weights, on `num_threads` or all usable cores, and makes the pools.
 
     `max_model_len` None takes the model's own limit, or what the pool can hold.
 
-    ModelFilesError, ModelNotSupportedError, WeightFormatError or KVPoolError, each with one line that says
-    what to do.
+    ModelFilesError, ModelNotSupportedError, WeightFormatError, KernelsError or KVPoolError, each with one
+    line that says what to do.
     """
     config = files.config()
     checked_format = check_weight_format(weight_format)
+    library = choose_library(kernels, config)
     if config.architecture == "transformers":
         if find_spec("transformers") is None:
             raise ModelNotSupportedError(
@@ -139,5 +147,9 @@ def load_model_runner(
     pool = KVPool.of_bytes(KVLayout.of(config, block_size), kv_bytes)
     max_positions = max_model_len or config.max_position_embeddings
     num_positions = min(max_positions, config.max_position_embeddings, pool.num_blocks * block_size)
+    if library is not None:
+        from engine.native.loading import load_native_runner  # imports this module
+
+        return load_native_runner(library, files, checked_format, pool, num_positions, num_threads)
     model = load_model(files, checked_format, max_positions=num_positions, num_threads=num_threads)
     return ModelRunner(model, config, pool)

@@ -19,7 +19,7 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from engine.config import SpeculativeMethod, WaitingPolicyName
+from engine.config import KernelChoice, SpeculativeMethod, WaitingPolicyName
 from engine.serving.settings import Dtype, Transport
 from launcher.child import Child, ChildSpec, first_to_end
 from model_files.resolve import resolve_model
@@ -56,6 +56,10 @@ class StackSettings(ProcessSettings):
         description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
     )
     dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
+    kernels: KernelChoice = Field(
+        "auto",
+        description="native: compiled at install; torch; auto: native where it is built and can be used",
+    )
     transport: Transport = Field("auto", description="auto takes NIXL where both engines have it, else ZMQ")
     verify_kv: bool = Field(False, description="check a digest of every block that is handed over")
     kv_bytes: int | None = Field(None, gt=0, description="memory of each engine's KV pool")
@@ -133,6 +137,7 @@ class StackSettings(ProcessSettings):
 SHARED_WITH_SERVICES = (
     "model",
     "dtype",
+    "kernels",
     "transport",
     "verify_kv",
     "kv_bytes",

@@ -228,6 +228,8 @@ class EngineInfo:
     transport: str | None = None
     peers: tuple[TransferPeer, ...] = ()
     """Completion engine: the prompt engines it has met, and how it reads from each."""
+    kernels: str = "torch"
+    """What computes the model: native or torch."""
     max_model_len: int
     max_num_seqs: int
     block_size: int

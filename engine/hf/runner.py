@@ -16,6 +16,8 @@ from model_files import ModelConfig
 class TransformersRunner:
     """One model with injected attention over a KV pool and, where it keeps states, a state pool."""
 
+    kernels = "torch"
+
     def __init__(
         self,
         model: PreTrainedModel,

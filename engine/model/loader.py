@@ -1,6 +1,7 @@
 """Builds a model from a checkpoint: fuses, reorders and packs its weights, several layers at a time."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,33 +12,47 @@ from engine.model.llama import LlamaLayer, LlamaModel, LlamaWeights
 from engine.model.rotary import pairs_from_halves, rotary_table
 from model_files import ModelConfig, ModelFiles, ModelFilesError, Weights
 
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+"""A layer over a weight float32 [out, in] and a bias float32 [out]; may keep both."""
+
 
 def load_model(
     files: ModelFiles, weight_format: WeightFormat, *, max_positions: int, num_threads: int | None = None
 ) -> LlamaModel:
-    """The model of `files` for positions below `max_positions`; None threads takes one per usable core.
+    """The model of `files` that torch computes; as `load_weights`."""
+
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return make_linear(weight, bias, weight_format)
+
+    weights = load_weights(files, make, max_positions=max_positions, num_threads=num_threads)
+    return LlamaModel(files.config(), weights)
+
+
+def load_weights(
+    files: ModelFiles, make: MakeLinear, *, max_positions: int, num_threads: int | None = None
+) -> LlamaWeights:
+    """The weights of `files` for positions below `max_positions`; None threads takes one per usable core.
 
     ModelFilesError names a tensor that is missing or of another shape than the configuration says.
     """
     config = files.config()
-    loader = _Loader(config, files.weights(), weight_format)
+    loader = _Loader(config, files.weights(), make)
     with ThreadPoolExecutor(
         num_threads or len(os.sched_getaffinity(0))
     ) as threads:  # reading and packing release the GIL
         head = threads.submit(loader.head)
         layers = tuple(threads.map(loader.layer, range(config.num_layers)))
-        weights = LlamaWeights(
+        return LlamaWeights(
             embedding=loader.embedding,
             rotations=rotary_table(config, max_positions),
             layers=layers,
             final_norm=loader.tensor("model.norm.weight", config.hidden_size),
             head=head.result(),
         )
-    return LlamaModel(config, weights)
 
 
 class _Loader:
-    def __init__(self, config: ModelConfig, weights: Weights, weight_format: WeightFormat) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, make: MakeLinear) -> None:
         if config.num_layers > len(weights.names()):
             raise ModelFilesError(
                 f"the model's configuration says {config.num_layers} layers, but there are "
@@ -45,7 +60,7 @@ class _Loader:
             )
         self._config = config
         self._weights = weights
-        self._format = weight_format
+        self._make = make
         self.embedding = self.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
@@ -61,9 +76,9 @@ class _Loader:
     def head(self) -> Linear:
         config = self._config
         if config.tie_word_embeddings:
-            return make_linear(self.embedding, None, self._format)
+            return self._make(self.embedding, None)
         weight = self.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
-        return make_linear(weight, None, self._format)
+        return self._make(weight, None)
 
     def layer(self, index: int) -> LlamaLayer:
         config, prefix = self._config, f"model.layers.{index}"
@@ -86,12 +101,12 @@ class _Loader:
 
     def _linear(self, name: str, num_outputs: int, num_inputs: int, *, bias: bool) -> Linear:
         weight = self.tensor(f"{name}.weight", num_outputs, num_inputs)
-        return make_linear(weight, self.tensor(f"{name}.bias", num_outputs) if bias else None, self._format)
+        return self._make(weight, self.tensor(f"{name}.bias", num_outputs) if bias else None)
 
     def _qkv(self, prefix: str) -> Linear:
         weight = self._stack_qkv(prefix, "weight", self._config.hidden_size)
         bias = self._stack_qkv(prefix, "bias") if self._config.attention_bias else None
-        return make_linear(weight, bias, self._format)
+        return self._make(weight, bias)
 
     def _stack_qkv(self, prefix: str, kind: str, *columns: int) -> torch.Tensor:
         config = self._config
@@ -115,4 +130,4 @@ class _Loader:
         bias = None
         if config.mlp_bias:
             bias = torch.cat([self.tensor(f"{name}.bias", config.intermediate_size) for name in names])
-        return make_linear(weight, bias, self._format)
+        return self._make(weight, bias)

@@ -90,6 +90,7 @@ def engine_info(role: EngineRole, supervisor: EngineSupervisor) -> EngineInfo:
         compatibility=engine.compatibility,
         control_address=engine.control_address,
         transport=engine.transport,
+        kernels=engine.kernels,
         peers=stats.peers,
         max_model_len=engine.max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from engine.config import EngineConfig, WaitingPolicyName
+from engine.config import EngineConfig, KernelChoice, WaitingPolicyName
 from settings.loading import ProcessSettings
 from wire.services import EngineRole
 
@@ -18,6 +18,7 @@ Dtype = Literal["fp16w", "fp32"]
 SHARED_WITH_ENGINE = (
     "model",
     "dtype",
+    "kernels",
     "num_threads",
     "block_size",
     "kv_bytes",
@@ -65,6 +66,10 @@ class EngineServiceSettings(ProcessSettings):
         description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
     )
     dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
+    kernels: KernelChoice = Field(
+        "auto",
+        description="native: compiled at install; torch; auto: native where it is built and can be used",
+    )
     num_threads: int = Field(
         max(1, (os.cpu_count() or 2) // 2), ge=1, description="threads of the engine's matrix products"
     )

@@ -231,8 +231,9 @@ class EngineSupervisor:
         if self.state == "loading":
             self.state = "ready"
         logger.info(
-            "engine ready: model %s, transport %s, %d usable blocks",
+            "engine ready: model %s, %s kernels, transport %s, %d usable blocks",
             ready.model,
+            ready.kernels,
             ready.transport,
             ready.stats.num_usable_blocks,
         )

@@ -6,12 +6,13 @@ import pytest
 import torch
 import transformers
 
-from engine.kv_pool import KVLayout, KVPool
+from engine.config import KernelChoice
+from engine.kv_pool import KVLayout
 from engine.model.linear import WeightFormat
-from engine.model.loader import load_model
-from engine.model_runner import ModelRunner
+from engine.model_runner import Runner, load_model_runner
 from model_files import ModelFilesError, resolve_model
 from tests.engine.builders import StepOf, batch_of, save_tiny_model
+from tests.engine.native_build import require_kernels
 
 BLOCK_SIZE, NUM_TOKENS = 4, 20
 PROMPT = np.random.default_rng(0).integers(3, 128, 45).tolist()
@@ -62,13 +63,25 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Tiny(path, reference_logits(model, PROMPT), reference_tokens(model, PROMPT, NUM_TOKENS))
 
 
-def load_runner(path: Path, weight_format: WeightFormat = "fp32") -> ModelRunner:
+@pytest.fixture(params=["torch", "native"], autouse=True, scope="module")
+def kernels(request: pytest.FixtureRequest) -> KernelChoice:
+    """What computes the models of a test."""
+    if request.param == "native":
+        require_kernels()
+    return request.param
+
+
+def load_runner(
+    path: Path, kernels: KernelChoice, weight_format: WeightFormat = "fp32", num_blocks: int = 128
+) -> Runner:
     files = resolve_model(str(path))
-    pool = KVPool(KVLayout.of(files.config(), BLOCK_SIZE), num_blocks=128)
-    return ModelRunner(load_model(files, weight_format, max_positions=256), files.config(), pool)
+    kv_bytes = KVLayout.of(files.config(), BLOCK_SIZE).block_bytes * num_blocks
+    return load_model_runner(
+        files, weight_format=weight_format, block_size=BLOCK_SIZE, kv_bytes=kv_bytes, kernels=kernels
+    )
 
 
-def run(runner: ModelRunner, *steps: StepOf) -> torch.Tensor:
+def run(runner: Runner, *steps: StepOf) -> torch.Tensor:
     return runner.forward(batch_of(*steps, block_size=BLOCK_SIZE))
 
 
@@ -77,7 +90,7 @@ def table(first: int, num_tokens: int) -> list[int]:
     return list(range(first + -(-num_tokens // BLOCK_SIZE) - 1, first - 1, -1))
 
 
-def generate(runner: ModelRunner, prompt: list[int], num_tokens: int, chunks: list[int]) -> list[int]:
+def generate(runner: Runner, prompt: list[int], num_tokens: int, chunks: list[int]) -> list[int]:
     """Greedy tokens; the prompt is computed up to each of `chunks`, then to its end."""
     tokens, blocks, start = list(prompt), table(1, len(prompt) + num_tokens), 0
     for end in [*chunks, len(prompt)]:
@@ -108,32 +121,36 @@ def reference_tokens(model: transformers.PreTrainedModel, prompt: list[int], num
     return output[0, len(prompt) :].tolist()
 
 
-def test_every_prefix_gives_the_reference_logits(tiny: Tiny) -> None:
-    runner = load_runner(tiny.path)
+def test_every_prefix_gives_the_reference_logits(tiny: Tiny, kernels: KernelChoice) -> None:
+    runner = load_runner(tiny.path, kernels)
     for end in (1, 2, 3, 4, 5, 10, 11, 12, 20, 45):
         logits = run(runner, StepOf(PROMPT[:end], 0, table(1, end)))[0]
         torch.testing.assert_close(logits, tiny.logits[end - 1], rtol=1e-4, atol=1e-4)
 
 
-def test_logits_of_rows_in_the_middle_are_those_of_the_prefix_that_ends_there(tiny: Tiny) -> None:
+def test_logits_of_rows_in_the_middle_are_those_of_the_prefix_that_ends_there(
+    tiny: Tiny, kernels: KernelChoice
+) -> None:
     """A step that verifies drafts needs all of them."""
-    runner, rows = load_runner(tiny.path), [0, 4, 10, 14]
+    runner, rows = load_runner(tiny.path, kernels), [0, 4, 10, 14]
     run(runner, StepOf(PROMPT[:30], 0, table(1, 45)))
     batch = batch_of(StepOf(PROMPT, 30, table(1, 45)), block_size=BLOCK_SIZE)
     logits = runner.forward(batch, np.array(rows))
     torch.testing.assert_close(logits, tiny.logits[30:][rows], rtol=1e-4, atol=1e-4)
 
 
-def test_greedy_tokens_equal_generate_for_every_chunking(tiny: Tiny) -> None:
-    runner = load_runner(tiny.path)
+def test_greedy_tokens_equal_generate_for_every_chunking(tiny: Tiny, kernels: KernelChoice) -> None:
+    runner = load_runner(tiny.path, kernels)
     for chunks in ([], [1], [44], [11, 12, 40], [4, 8, 16, 32], list(range(1, 45))):
         assert generate(runner, PROMPT, NUM_TOKENS, chunks) == tiny.greedy_ids, chunks
 
 
-def test_a_step_that_mixes_chunks_and_decodes_gives_what_each_gives_alone(tiny: Tiny) -> None:
+def test_a_step_that_mixes_chunks_and_decodes_gives_what_each_gives_alone(
+    tiny: Tiny, kernels: KernelChoice
+) -> None:
     lengths = [(20, 19), (45, 30), (7, 0), (1, 0), (33, 32), (40, 0)]
     steps = [StepOf(PROMPT[:end], start, table(1 + 12 * i, end)) for i, (end, start) in enumerate(lengths)]
-    alone, together = load_runner(tiny.path), load_runner(tiny.path)
+    alone, together = load_runner(tiny.path, kernels), load_runner(tiny.path, kernels)
     for runner in (alone, together):
         for step in steps:
             if step.start:
@@ -144,9 +161,11 @@ def test_a_step_that_mixes_chunks_and_decodes_gives_what_each_gives_alone(tiny: 
 
 
 @pytest.mark.parametrize("weight_format", ["fp32", "fp16w"])
-def test_an_answer_does_not_depend_on_its_neighbours(tmp_path: Path, weight_format: WeightFormat) -> None:
+def test_an_answer_does_not_depend_on_its_neighbours(
+    tmp_path: Path, weight_format: WeightFormat, kernels: KernelChoice
+) -> None:
     save_tiny_model(tmp_path, "Llama")
-    runner = load_runner(tmp_path, weight_format)
+    runner = load_runner(tmp_path, kernels, weight_format)
     steps = [StepOf(PROMPT[i : i + 6 + i], 5 + i, table(1 + 10 * i, 6 + i)) for i in range(8)]
     for step in steps:
         run(runner, StepOf(step.token_ids[: step.start], 0, step.block_table))
@@ -155,11 +174,11 @@ def test_an_answer_does_not_depend_on_its_neighbours(tmp_path: Path, weight_form
         torch.testing.assert_close(together[row], run(runner, step)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_short_and_long_sequences_decode_in_groups_of_similar_length(tmp_path: Path) -> None:
+def test_short_and_long_sequences_decode_in_groups_of_similar_length(
+    tmp_path: Path, kernels: KernelChoice
+) -> None:
     save_tiny_model(tmp_path, "Llama", max_position_embeddings=4096)
-    files = resolve_model(str(tmp_path))
-    pool = KVPool(KVLayout.of(files.config(), BLOCK_SIZE), num_blocks=1024)
-    runner = ModelRunner(load_model(files, "fp32", max_positions=4096), files.config(), pool)
+    runner = load_runner(tmp_path, kernels, num_blocks=1024)
     long = np.random.default_rng(1).integers(3, 128, 1501).tolist()
     steps = [
         StepOf(PROMPT[:10], 9, table(1, 10)),
@@ -174,17 +193,19 @@ def test_short_and_long_sequences_decode_in_groups_of_similar_length(tmp_path: P
         torch.testing.assert_close(together[row], run(runner, step)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_packed_float16_weights_stay_close_to_fp32(tmp_path: Path) -> None:
+def test_packed_float16_weights_stay_close_to_fp32(tmp_path: Path, kernels: KernelChoice) -> None:
     save_tiny_model(tmp_path, "Qwen2", initializer_range=0.1)
     step = StepOf(PROMPT, 0, table(1, 45))
-    exact = run(load_runner(tmp_path), step).log_softmax(-1)
-    packed = run(load_runner(tmp_path, "fp16w"), step).log_softmax(-1)
+    exact = run(load_runner(tmp_path, kernels), step).log_softmax(-1)
+    packed = run(load_runner(tmp_path, kernels, "fp16w"), step).log_softmax(-1)
     torch.testing.assert_close(packed, exact, rtol=0, atol=0.02)
 
 
-def test_a_tensor_of_another_shape_than_the_configuration_is_named(tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_than_the_configuration_is_named(
+    tmp_path: Path, kernels: KernelChoice
+) -> None:
     save_tiny_model(tmp_path, "Llama")
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"intermediate_size": 80', '"intermediate_size": 96'))
     with pytest.raises(ModelFilesError, match=r"tensor model\.layers\.\d\.mlp\.\w+\.weight has shape"):
-        load_runner(tmp_path)
+        load_runner(tmp_path, kernels)

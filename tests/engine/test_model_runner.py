@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from engine.errors import KVPoolError, WeightFormatError
-from engine.model_runner import ModelRunner, load_model_runner
+from engine.model_runner import Runner, load_model_runner
 from model_files import EMBEDDED_MODEL, ModelFiles, ModelFilesError, resolve_model
 from processes.heap import keep_freed_memory
 from tests.engine.builders import StepOf, batch_of, save_tiny_model
+from tests.engine.native_build import require_kernels
 from tests.engine.reference import first_difference, reference_generate
 
 BLOCK_SIZE, CHUNK = 32, 40
@@ -28,9 +29,16 @@ def files() -> ModelFiles:
     return resolve_model(EMBEDDED_MODEL)
 
 
-@pytest.fixture(scope="module", params=["fp32", "fp16w"])
-def runner(files: ModelFiles, request: pytest.FixtureRequest) -> ModelRunner:
-    return load_model_runner(files, weight_format=request.param, kv_bytes=1 << 28, max_model_len=1024)
+@pytest.fixture(
+    scope="module", params=[("fp32", "torch"), ("fp16w", "torch"), ("fp32", "native"), ("fp16w", "native")]
+)
+def runner(files: ModelFiles, request: pytest.FixtureRequest) -> Runner:
+    weight_format, kernels = request.param
+    if kernels == "native":
+        require_kernels()
+    return load_model_runner(
+        files, weight_format=weight_format, kv_bytes=1 << 28, max_model_len=1024, kernels=kernels
+    )
 
 
 def prompts_of(files: ModelFiles) -> list[list[int]]:
@@ -39,7 +47,7 @@ def prompts_of(files: ModelFiles) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in texts]
 
 
-def generate_together(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+def generate_together(runner: Runner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy tokens: prompts chunk by chunk one after the other, then all sequences decode in one batch."""
     width = runner.kv_pool.num_blocks // len(prompts) - 1
     tables = [list(range(1 + i * width, 1 + (i + 1) * width)) for i in range(len(prompts))]
@@ -60,7 +68,7 @@ def generate_together(runner: ModelRunner, prompts: list[list[int]], num_tokens:
 
 
 def test_the_embedded_model_answers_greedily_like_transformers_in_fp32(
-    files: ModelFiles, runner: ModelRunner
+    files: ModelFiles, runner: Runner
 ) -> None:
     prompts = prompts_of(files)
     answers = generate_together(runner, prompts, 24)

@@ -13,6 +13,7 @@ def ready(max_model_len: int = 16, vocab_size: int = 100) -> Ready:
         compatibility_hash="h",
         compatibility={},
         control_address=None,
+        kernels="torch",
         transport=None,
         max_model_len=max_model_len,
         vocab_size=vocab_size,

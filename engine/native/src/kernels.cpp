@@ -1,0 +1,55 @@
+// The C interface that engine/native/library.py loads.
+#include "decoder.h"
+
+#define TANDEM_EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace tandem;
+
+namespace {
+
+constexpr int64_t kInterface = 1;
+
+struct Runtime {
+  explicit Runtime(int num_threads) : team(num_threads) {}
+  Team team;
+  Activations memory;
+};
+
+} // namespace
+
+// Differs where this file and library.py do not belong together.
+TANDEM_EXPORT int64_t tandem_interface() {
+  return kInterface * 1'000'000 + sizeof(Model) * 1'000 + sizeof(Layer) + sizeof(Step);
+}
+
+TANDEM_EXPORT void *tandem_runtime(int32_t num_threads) { return new Runtime(num_threads); }
+
+TANDEM_EXPORT void tandem_close(void *runtime) { delete static_cast<Runtime *>(runtime); }
+
+TANDEM_EXPORT int64_t tandem_packed_bytes(int32_t format, int64_t num_outputs, int64_t num_inputs) {
+  return num_panels(num_outputs) * panel_bytes(static_cast<Format>(format), num_inputs);
+}
+
+TANDEM_EXPORT void tandem_pack(int32_t format, const float *weights, int64_t num_outputs, int64_t num_inputs,
+                               void *panels) {
+  pack_floats(static_cast<Format>(format), weights, num_outputs, num_inputs, panels);
+}
+
+TANDEM_EXPORT void tandem_linear(void *runtime, const Linear *linear, const float *inputs, int32_t num_rows,
+                                 float *outputs) {
+  Team &team = static_cast<Runtime *>(runtime)->team;
+  team.run([&] { multiply(team, *linear, inputs, num_rows, outputs, Write::kStore); });
+}
+
+TANDEM_EXPORT void tandem_attend(void *runtime, const Shape *shape, const Step *step, int32_t layer,
+                                 const float *qkv, float *output) {
+  Team &team = static_cast<Runtime *>(runtime)->team;
+  const std::vector<QueryTile> tiles = query_tiles(*shape, *step);
+  team.run([&] { attend(team, *shape, *step, layer, tiles, qkv, output); });
+}
+
+TANDEM_EXPORT void tandem_forward(void *runtime, const Model *model, const Step *step) {
+  Runtime &all = *static_cast<Runtime *>(runtime);
+  Forward forward(all.team, *model, *step, all.memory);
+  all.team.run([&] { forward.run(); });
+}

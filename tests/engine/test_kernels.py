@@ -1,0 +1,220 @@
+"""The compiled kernels against what torch computes; whole models: test_llama, test_model_runner."""
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import KernelChoice
+from engine.errors import KernelsError, WeightFormatError
+from engine.kv_pool import KVLayout, KVPool
+from engine.model.attention import attend, plan_attention
+from engine.model.linear import WeightFormat
+from engine.model_runner import Runner, load_model_runner
+from engine.native import library as native
+from engine.native.library import CShape, CStep, Runtime, load_library
+from engine.native.linear import Arena, NativeLinear
+from model_files import resolve_model
+from tests.engine.builders import StepOf, TestBatch, batch_of, save_tiny_model
+from tests.engine.native_build import require_kernels
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    require_kernels()
+
+
+@pytest.fixture(params=[1, 2, 3])
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    return Runtime(load_library(), request.param)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("num_outputs", [16, 40, 112, 130])
+def test_a_product_is_what_torch_computes(runtime: Runtime, num_outputs: int) -> None:
+    weight, bias = random(num_outputs, 72), random(num_outputs, seed=1)
+    linear = NativeLinear(runtime, Arena(), weight, bias, "fp32")
+    for num_rows in (1, 2, 3, 4, 7, 13, 100, 200):
+        rows = random(num_rows, 72, seed=2)
+        torch.testing.assert_close(linear(rows), rows @ weight.T + bias, rtol=1e-5, atol=1e-5)
+
+
+def test_float16_weights_are_rounded_once_and_multiplied_in_float32(runtime: Runtime) -> None:
+    weight, rows = random(48, 64), random(9, 64, seed=1)
+    linear = NativeLinear(runtime, Arena(), weight, None, "fp16w")
+    torch.testing.assert_close(linear(rows), rows @ weight.half().float().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_format", ["fp32", "fp16w"])
+def test_a_row_of_a_product_has_the_same_bits_among_any_others(weight_format: WeightFormat) -> None:
+    one, three = Runtime(load_library(), 1), Runtime(load_library(), 3)
+    weight, rows = random(100, 64), random(120, 64, seed=1)
+    alone = NativeLinear(one, Arena(), weight, None, weight_format)
+    together = NativeLinear(three, Arena(), weight, None, weight_format)
+    expected = torch.cat([alone(row[None]) for row in rows])
+    for num_rows in (2, 3, 5, 6, 11, 12, 13, 64, 97, 120):
+        assert together(rows[:num_rows]).equal(expected[:num_rows]), num_rows
+
+
+def test_a_weight_too_large_for_float16_names_the_option() -> None:
+    runtime = Runtime(load_library(), 1)
+    with pytest.raises(WeightFormatError, match="--dtype fp32"):
+        NativeLinear(runtime, Arena(), torch.full((16, 8), 1e5), None, "fp16w")
+
+
+def attend_natively(
+    runtime: Runtime, batch: TestBatch, pool: KVPool, qkv: torch.Tensor, num_heads: int, window: int | None
+) -> torch.Tensor:
+    """Attention of layer 1 over what the pool holds."""
+    layout = pool.layout
+    shape = CShape(num_layers=layout.num_layers, num_heads=num_heads, num_kv_heads=layout.num_kv_heads)
+    shape.head_dim, shape.block_size, shape.sliding_window = layout.head_dim, layout.block_size, window or 0
+    step = CStep(
+        num_tokens=batch.token_ids.size,
+        num_sequences=batch.seqlens_q.size,
+        table_width=batch.block_tables.shape[1],
+        seqlens_q=batch.seqlens_q.ctypes.data,
+        seqlens_k=batch.seqlens_k.ctypes.data,
+        block_tables=batch.block_tables.ctypes.data,
+        pool=pool.address,
+    )
+    output = torch.empty(batch.token_ids.size, num_heads * layout.head_dim)
+    runtime.library.attend(
+        runtime.handle,
+        ctypes.addressof(shape),
+        ctypes.addressof(step),
+        1,
+        qkv.data_ptr(),
+        output.data_ptr(),
+    )
+    return output
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 33])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 64), (4, 4, 40), (8, 1, 8)])
+def test_attention_is_what_torch_computes(
+    runtime: Runtime, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None
+) -> None:
+    block_size = 48 if head_dim == 40 else 16
+    layout = KVLayout(2, block_size, num_kv_heads, head_dim)
+    pool = KVPool(layout, num_blocks=40)
+    pool.tensor.copy_(random(*pool.tensor.shape))
+    ends = [(70, 0), (90, 89), (1, 0), (100, 60), (33, 32), (50, 47)]
+    tables = [list(range(1 + 6 * i, 7 + 6 * i))[::-1] for i in range(len(ends))]
+    tables = [[*table, *table][:8] if block_size == 16 else table for table in tables]
+    batch = batch_of(
+        *(StepOf(range(end), start, table) for (end, start), table in zip(ends, tables, strict=True)),
+        block_size=block_size,
+    )
+    plan = plan_attention(
+        layout,
+        slot_mapping=batch.slot_mapping,
+        seqlens_q=batch.seqlens_q,
+        seqlens_k=batch.seqlens_k,
+        block_tables=batch.block_tables,
+        sliding_window=window,
+    )
+    qkv = random(batch.token_ids.size, (num_heads + 2 * num_kv_heads) * head_dim, seed=3)
+    expected = attend(plan, pool, 1, qkv, num_heads)  # stores the new keys and values too
+    given = attend_natively(runtime, batch, pool, qkv, num_heads, window)
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_format", ["fp32", "fp16w"])
+def test_answers_have_the_same_bits_alone_together_and_in_chunks(
+    tmp_path: Path, weight_format: WeightFormat
+) -> None:
+    save_tiny_model(tmp_path, "Mistral", sliding_window=20)
+    tokens = np.random.default_rng(0).integers(3, 128, 60).tolist()
+    runner = load(tmp_path, "native", weight_format)
+    tables = [list(range(1 + 20 * i, 21 + 20 * i)) for i in range(5)]
+    steps = [StepOf(tokens[i : 50 + i], 0, table) for i, table in enumerate(tables)]
+    alone = torch.cat([runner.forward(batch_of(step, block_size=4)) for step in steps])
+    kept = runner.kv_pool.tensor.clone()
+    runner.kv_pool.zero()
+    assert runner.forward(batch_of(*steps, block_size=4)).equal(alone)
+    assert runner.kv_pool.tensor.equal(kept)
+    runner.kv_pool.zero()
+    for start, end in ((0, 7), (7, 8), (8, 40), (40, 49)):
+        parts = [StepOf(step.token_ids[:end], start, step.block_table) for step in steps]
+        runner.forward(batch_of(*parts, block_size=4))
+    last = [StepOf(step.token_ids, 49, step.block_table) for step in steps]
+    assert runner.forward(batch_of(*last, block_size=4)).equal(alone)
+    assert runner.kv_pool.tensor.equal(kept)
+
+
+def load(path: Path, kernels: KernelChoice, weight_format: WeightFormat = "fp32") -> Runner:
+    return load_model_runner(
+        resolve_model(str(path)),
+        weight_format=weight_format,
+        block_size=4,
+        kv_bytes=1 << 22,
+        kernels=kernels,
+        num_threads=2,
+    )
+
+
+def test_a_row_with_extreme_numbers_stays_finite(tmp_path: Path) -> None:
+    """Scores lie hundreds apart; the exponential is bounded on both sides."""
+    save_tiny_model(tmp_path, "Llama", initializer_range=1.0)
+    batch = batch_of(StepOf(list(range(3, 30)), 0, list(range(1, 8))), block_size=4)
+    given, expected = (load(tmp_path, kernels).forward(batch) for kernels in ("native", "torch"))
+    assert torch.isfinite(given).all()
+    torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An installation without a compiler."""
+    load_library.cache_clear()
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "library.py"))
+    yield
+    load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_auto_takes_torch_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "Llama")
+    with caplog.at_level(logging.INFO):
+        assert load(tmp_path, "auto").kernels == "torch"
+    assert [r.message for r in caplog.records if "kernels" in r.message] == [
+        "torch computes the model, not the native kernels: they were not built, for want of a C++ compiler "
+        "when Tandem was installed"
+    ]
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_native_is_refused_with_the_reason(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "Llama")
+    with pytest.raises(KernelsError, match=r"--kernels native cannot be had: .*not built.*--kernels torch"):
+        load(tmp_path, "native")
+
+
+def test_the_choice_is_obeyed(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "Llama")
+    assert [load(tmp_path, choice).kernels for choice in ("auto", "native", "torch")] == [
+        *("native", "native", "torch")
+    ]
+
+
+def test_a_processor_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_library.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    with pytest.raises(KernelsError, match="AVX2"):
+        load_library()
+
+
+def test_a_shape_that_the_kernels_do_not_compute_is_named(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "Llama", head_dim=12)
+    with pytest.raises(KernelsError, match="not 12"):
+        load(tmp_path, "native")
+    assert load(tmp_path, "auto").kernels == "torch"
