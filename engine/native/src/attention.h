@@ -82,22 +82,29 @@ void score(const float *queries, int64_t q_stride, const KeyTile &tile, int head
            float *scores) {
   for (int key = 0; key < tile.count; key += 4) {
     const float *rows[4];
+    TANDEM_UNROLL
     for (int k = 0; k < 4; ++k)
       rows[k] = tile.keys + std::min(key + k, tile.count - 1) * tile.stride;
     f8 sums[R][4];
+    TANDEM_UNROLL
     for (int row = 0; row < R; ++row)
+      TANDEM_UNROLL
       for (int k = 0; k < 4; ++k)
         sums[row][k] = _mm256_setzero_ps();
     for (int at = 0; at < head_dim; at += kLanes) {
       f8 query[R];
+      TANDEM_UNROLL
       for (int row = 0; row < R; ++row)
         query[row] = load8(queries + row * q_stride + at);
+      TANDEM_UNROLL
       for (int k = 0; k < 4; ++k) {
         const f8 numbers = load8(rows[k] + at);
+        TANDEM_UNROLL
         for (int row = 0; row < R; ++row)
           sums[row][k] = fma8(query[row], numbers, sums[row][k]);
       }
     }
+    TANDEM_UNROLL
     for (int row = 0; row < R; ++row) {
       const __m128 four = sums4(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
       _mm_storeu_ps(scores + row * kKeys + key, _mm_mul_ps(four, _mm_set1_ps(scale)));
@@ -109,21 +116,28 @@ void score(const float *queries, int64_t q_stride, const KeyTile &tile, int head
 template <int R, int C>
 void add_values(const float *weights, const KeyTile &tile, int head_dim, int column, float *sums) {
   f8 value[R][C];
+  TANDEM_UNROLL
   for (int row = 0; row < R; ++row)
+    TANDEM_UNROLL
     for (int c = 0; c < C; ++c)
       value[row][c] = load8(sums + row * head_dim + column + c * kLanes);
   for (int key = 0; key < tile.count; ++key) {
     const float *numbers = tile.values + key * tile.stride + column;
     f8 weight[R];
+    TANDEM_UNROLL
     for (int row = 0; row < R; ++row)
       weight[row] = _mm256_broadcast_ss(weights + row * kKeys + key);
+    TANDEM_UNROLL
     for (int c = 0; c < C; ++c) {
       const f8 number = load8(numbers + c * kLanes);
+      TANDEM_UNROLL
       for (int row = 0; row < R; ++row)
         value[row][c] = fma8(weight[row], number, value[row][c]);
     }
   }
+  TANDEM_UNROLL
   for (int row = 0; row < R; ++row)
+    TANDEM_UNROLL
     for (int c = 0; c < C; ++c)
       store8(sums + row * head_dim + column + c * kLanes, value[row][c]);
 }

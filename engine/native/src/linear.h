@@ -21,19 +21,22 @@ enum class Write { kStore, kAdd };
 
 constexpr int kRows = 6;       // rows x 16 outputs fit the registers
 constexpr int kFewRows = 3;    // up to here two panels do
-constexpr int kDirectRows = 12; // from here on a panel's weights are worth unpacking once
+constexpr int kDirectRows = 12; // beyond that a panel's codes are worth unpacking once
 constexpr int kRowChunk = 96;  // rows whose inputs stay in the L2 cache
 
 template <int R, int P> struct Sums {
   f8 value[R][2 * P];
 
-  explicit Sums(const float *bias) {
+  TANDEM_INLINE explicit Sums(const float *bias) {
+    TANDEM_UNROLL
     for (int column = 0; column < 2 * P; ++column)
+      TANDEM_UNROLL
       for (int row = 0; row < R; ++row)
         value[row][column] = bias ? load8(bias + column * kLanes) : _mm256_setzero_ps();
   }
 
-  inline void add(int panel, const f8 *weights, const float *inputs, int64_t stride) {
+  TANDEM_INLINE void add(int panel, const f8 *weights, const float *inputs, int64_t stride) {
+    TANDEM_UNROLL
     for (int row = 0; row < R; ++row) {
       const f8 input = _mm256_broadcast_ss(inputs + row * stride);
       value[row][2 * panel] = fma8(weights[0], input, value[row][2 * panel]);
@@ -41,8 +44,10 @@ template <int R, int P> struct Sums {
     }
   }
 
-  void write(float *outputs, int64_t stride, int num_columns, Write write) const {
+  TANDEM_INLINE void write(float *outputs, int64_t stride, int num_columns, Write write) const {
+    TANDEM_UNROLL
     for (int row = 0; row < R; ++row)
+      TANDEM_UNROLL
       for (int column = 0; column < 2 * P; ++column) {
         float *target = outputs + row * stride + column * kLanes;
         const int left = num_columns - column * kLanes;
@@ -60,10 +65,11 @@ template <int R, int P> struct Sums {
 };
 
 template <class W, int R, int P>
-inline void multiply_plain(const typename W::Value *panel, const float *inputs, int64_t stride, int num_inputs,
+TANDEM_INLINE void multiply_plain(const typename W::Value *panel, const float *inputs, int64_t stride, int num_inputs,
                            Sums<R, P> &sums) {
   const int64_t panel_size = int64_t(num_inputs) * kPanel;
   for (int input = 0; input < num_inputs; ++input)
+    TANDEM_UNROLL
     for (int p = 0; p < P; ++p) {
       const typename W::Value *source = panel + p * panel_size + int64_t(input) * kPanel;
       const f8 weights[2] = {W::load(source), W::load(source + kLanes)};
@@ -72,10 +78,11 @@ inline void multiply_plain(const typename W::Value *panel, const float *inputs, 
 }
 
 template <class W, int R, int P>
-inline void multiply_groups(const typename W::Group *panel, const float *inputs, int64_t stride, int num_inputs,
+TANDEM_INLINE void multiply_groups(const typename W::Group *panel, const float *inputs, int64_t stride, int num_inputs,
                             Sums<R, P> &sums) {
   const int num_groups = num_inputs / kGroup;
   for (int g = 0; g < num_groups; ++g)
+    TANDEM_UNROLL
     for (int p = 0; p < P; ++p) {
       const typename W::Group &group = panel[p * num_groups + g];
       const W codes(group);
@@ -126,11 +133,8 @@ template <class W> void unpack_groups(const typename W::Group *panel, int num_in
 inline void unpack(const void *panel, Format format, int num_inputs, float *target) {
   if (format == kInt4)
     unpack_groups<Int4>(static_cast<const Int4Group *>(panel), num_inputs, target);
-  else if (format == kInt8)
-    unpack_groups<Int8>(static_cast<const Int8Group *>(panel), num_inputs, target);
   else
-    for (int64_t at = 0; at < int64_t(num_inputs) * kPanel; at += kLanes)
-      store8(target + at, Half::load(static_cast<const uint16_t *>(panel) + at));
+    unpack_groups<Int8>(static_cast<const Int8Group *>(panel), num_inputs, target);
 }
 
 // All `num_rows` rows of one panel, or of two where there are few rows.
@@ -172,7 +176,7 @@ inline void multiply(Team &team, const Linear &linear, const float *inputs, int 
     const int rows = std::min(kRowChunk, num_rows - first_row);
     const void *panel = static_cast<const char *>(linear.panels) + first_panel * bytes;
     Format used = format;
-    if (format != kFloat32 && num_rows > kDirectRows) {
+    if (num_rows > kDirectRows && (format == kInt4 || format == kInt8)) {
       thread_local std::vector<float> unpacked;
       unpacked.resize(int64_t(linear.num_inputs) * kPanel);
       unpack(panel, format, linear.num_inputs, unpacked.data());

@@ -46,7 +46,7 @@ struct Int4 {
       : scale{Half::load(group.scales), Half::load(group.scales + kLanes)},
         offset{Half::load(group.offsets), Half::load(group.offsets + kLanes)} {}
 
-  void weights(const Group &group, int input, f8 *out) const {
+  TANDEM_INLINE void weights(const Group &group, int input, f8 *out) const {
     const __m256i codes =
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(group.codes[input])));
     const __m256i low = _mm256_and_si256(codes, _mm256_set1_epi32(15));
@@ -62,7 +62,8 @@ struct Int8 {
   explicit Int8(const Group &group)
       : scale{Half::load(group.scales), Half::load(group.scales + kLanes)} {}
 
-  void weights(const Group &group, int input, f8 *out) const {
+  TANDEM_INLINE void weights(const Group &group, int input, f8 *out) const {
+    TANDEM_UNROLL
     for (int half = 0; half < 2; ++half) {
       const __m128i codes =
           _mm_loadl_epi64(reinterpret_cast<const __m128i *>(group.codes[input] + half * kLanes));

@@ -9,6 +9,10 @@
 
 namespace tandem {
 
+// Loops over registers are unrolled before the compiler decides what lives in memory.
+#define TANDEM_UNROLL _Pragma("GCC unroll 16")
+#define TANDEM_INLINE inline __attribute__((always_inline))
+
 using f8 = __m256;
 constexpr int kLanes = 8;
 
