@@ -111,10 +111,14 @@ async def _until_served(url: str, model: str) -> None:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        times = process.cpu_times()
-        return float(times.user + times.system)
-    return 0.0
+    """To the nanosecond; `psutil` counts ticks of 10 ms, which is 25 small requests."""
+    tasks = Path(f"/proc/{process.pid}/task")
+    ran_ns = 0
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in tasks.iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                ran_ns += int((task / "schedstat").read_text().split()[0])
+    return ran_ns * 1e-9
 
 
 def _kill_tree(process: psutil.Process) -> None:

@@ -37,6 +37,7 @@ class StackSettings(ProcessSettings):
 
     host: str = Field("127.0.0.1", description="address the proxy binds")
     port: int = Field(8000, ge=1, le=65535, description="port of the proxy")
+    workers: int = Field(1, ge=1, le=64, description="processes of the proxy; they share its port")
     engine: Literal["pair", "normal"] = Field(
         "pair", description="pair: a prompt and a completion engine; normal: one engine that does both"
     )
@@ -275,6 +276,7 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     else:
         engines += _normal_services(settings, shared)
     proxy_arguments = ["--host", settings.host, "--port", str(settings.port), "--model", settings.model]
+    proxy_arguments += ["--workers", str(settings.workers)]
     for engine in engines:
         role = engine.name.partition("-")[0]
         proxy_arguments += [f"--{role}-url", engine.url]

@@ -9,6 +9,11 @@ class ListenError(OSError):
     """The address cannot be listened on; the message names the options to change."""
 
 
+def inherited_listener(descriptor: int) -> socket.socket:
+    """The listening socket that a parent has bound and left open for this process."""
+    return socket.socket(fileno=descriptor)
+
+
 def bind_listener(host: str, port: int) -> socket.socket:
     """A listening socket on `host`; port 0 takes a free one. `ListenError` when the address is taken.
 

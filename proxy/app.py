@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import httpx
@@ -25,7 +26,7 @@ from proxy.engines import EngineDirectory
 from proxy.errors import UnknownModel
 from proxy.generation_apis import APIS
 from proxy.json_endpoint import JsonEndpoint
-from proxy.key_limits import KeyLimits, KeyUse
+from proxy.key_limits import KeyGate, KeyLimits, KeyUse
 from proxy.legs import EngineCalls, LegTimeouts
 from proxy.loads import EngineLoads
 from proxy.metrics import ProxyMetrics
@@ -44,6 +45,9 @@ from proxy.text_model import TextModel
 from proxy.token_link import TokenLinks
 from proxy.token_routes import TokenRoutes
 from proxy.unknown_routes import on_http_exception, on_mistake
+from proxy.workers.answers import answer_peer
+from proxy.workers.peers import Peers
+from proxy.workers.shared_key_use import SharedKeyUse
 from settings.secret_keys import SecretKeys, secret_keys
 from wire.json_body import to_json
 
@@ -66,12 +70,14 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
         )
         owners = (engines, services.directory, caches, services.departures)
         watching = [asyncio.create_task(owner.run()) for owner in owners]
+        await services.peers.serve(partial(answer_peer, services))
         try:
             yield
         finally:
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
+            await services.peers.close()
             await services.calls.close()
             await http.aclose()
             text.close()
@@ -147,6 +153,7 @@ def _services(
         else None
     )
     routes = Routes(directory, loads, rules)
+    under_way = settings.max_prompt_tokens_under_way
     return ProxyServices(
         settings=settings,
         keys=keys,
@@ -166,24 +173,30 @@ def _services(
         admission=Admission(
             AdmissionLimits(
                 first_token_s=settings.first_token_limit_s,
-                max_tokens_under_way=settings.max_prompt_tokens_under_way,
-                max_waiting=settings.max_waiting_requests,
+                max_tokens_under_way=None if under_way is None else settings.share_of(under_way),
+                max_waiting=settings.share_of(settings.max_waiting_requests),
             ),
             time.monotonic,
         ),
-        key_use=KeyUse(
-            KeyLimits(
-                requests_per_s=settings.key_requests_per_s,
-                burst=settings.key_burst,
-                max_open=settings.key_max_open,
-            ),
-            time.monotonic,
-        ),
+        key_use=_key_gate(settings),
         metrics=metrics,
         activity=Activity(),
         departures=Departures(routes),
         draining=Draining(),
+        peers=Peers(settings.worker_directory, settings.worker_number),
     )
+
+
+def _key_gate(settings: ProxySettings) -> KeyGate:
+    """Of all workers together, where there are several and there is something to count."""
+    limits = KeyLimits(
+        requests_per_s=settings.key_requests_per_s,
+        burst=settings.key_burst,
+        max_open=settings.key_max_open,
+    )
+    if settings.worker_directory is None or not limits.are_set:
+        return KeyUse(limits, time.monotonic)
+    return SharedKeyUse(limits, time.monotonic, settings.worker_directory, settings.worker_number)
 
 
 def _add_generation(app: ProxyApp, services: ProxyServices) -> None:

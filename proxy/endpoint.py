@@ -28,7 +28,7 @@ from proxy.errors import (
     RequestTimeout,
 )
 from proxy.generation_api import AnswerContext, GenerationApi
-from proxy.key_limits import KeyUse
+from proxy.key_limits import KeyGate
 from proxy.kv_transfer_params import FIELD
 from proxy.legs import EngineCalls
 from proxy.metrics import ProxyMetrics
@@ -44,6 +44,7 @@ from proxy.settings import ProxySettings
 from proxy.single_legs import CompletionLeg, PromptLeg, SingleLeg, run_completion_leg, run_prompt_leg
 from proxy.text_model import TextModel
 from proxy.text_stream import TextStream
+from proxy.workers.peers import Peers
 from settings.secret_keys import SecretKeys, bearer_token
 
 logger = logging.getLogger(__name__)
@@ -84,11 +85,13 @@ class ProxyServices:
     preparation: Preparation
     calls: EngineCalls
     admission: Admission
-    key_use: KeyUse
+    key_use: KeyGate
     metrics: ProxyMetrics
     activity: Activity
     departures: Departures
     draining: Draining
+    peers: Peers
+    """The other workers of this proxy."""
 
 
 class GenerationEndpoint:

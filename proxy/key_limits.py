@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from proxy.errors import Overloaded
 
@@ -18,13 +19,46 @@ class KeyLimits:
     """Requests that may come at once after a pause."""
     max_open: int | None = None
 
+    @property
+    def are_set(self) -> bool:
+        return self.requests_per_s is not None or self.max_open is not None
+
 
 @dataclass(slots=True)
-class _Use:
+class Use:
+    """Of one key."""
+
     num_allowed: float
     """Requests that may come now."""
     seen_s: float
     num_open: int = 0
+
+
+class KeyGate(Protocol):
+    """Lets the requests of a key in, or not."""
+
+    def open(self, key: str) -> AbstractContextManager[None]:
+        """Raises `Overloaded` where the key has used up what it may; the request ends with the context."""
+        ...
+
+
+def refill(use: Use, limits: KeyLimits, now_s: float) -> None:
+    """More requests may come the longer the last look is past."""
+    elapsed_s, use.seen_s = now_s - use.seen_s, now_s
+    if limits.requests_per_s is not None:
+        use.num_allowed = min(limits.burst, use.num_allowed + elapsed_s * limits.requests_per_s)
+
+
+def check(use: Use, limits: KeyLimits) -> None:
+    """Take one of the requests that may come now; `Overloaded` where there is none."""
+    if limits.max_open is not None and use.num_open >= limits.max_open:
+        raise Overloaded("key_open", f"this key has {use.num_open} requests open, its limit", 1.0)
+    if limits.requests_per_s is None:
+        return
+    if use.num_allowed < 1.0:
+        message = f"this key may send {limits.requests_per_s:g} requests a second"
+        raise Overloaded("key_rate", message, (1.0 - use.num_allowed) / limits.requests_per_s)
+    use.num_allowed -= 1.0
 
 
 class KeyUse:
@@ -33,39 +67,26 @@ class KeyUse:
     def __init__(self, limits: KeyLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
-        self._uses: OrderedDict[str, _Use] = OrderedDict()
+        self._uses: OrderedDict[str, Use] = OrderedDict()
 
     @contextmanager
     def open(self, key: str) -> Iterator[None]:
         """Raises `Overloaded` where the key has used up what it may."""
         use = self._use(key)
-        self._check(use)
+        check(use, self._limits)
         use.num_open += 1
         try:
             yield
         finally:
             use.num_open -= 1
 
-    def _check(self, use: _Use) -> None:
-        limits = self._limits
-        if limits.max_open is not None and use.num_open >= limits.max_open:
-            raise Overloaded("key_open", f"this key has {use.num_open} requests open, its limit", 1.0)
-        if limits.requests_per_s is None:
-            return
-        if use.num_allowed < 1.0:
-            message = f"this key may send {limits.requests_per_s:g} requests a second"
-            raise Overloaded("key_rate", message, (1.0 - use.num_allowed) / limits.requests_per_s)
-        use.num_allowed -= 1.0
-
-    def _use(self, key: str) -> _Use:
-        now_s, limits = self._clock(), self._limits
+    def _use(self, key: str) -> Use:
+        now_s = self._clock()
         use = self._uses.get(key)
         if use is None:
-            use = self._uses[key] = _Use(float(limits.burst), now_s)
+            use = self._uses[key] = Use(float(self._limits.burst), now_s)
             self._forget_some()
-        elapsed_s, use.seen_s = now_s - use.seen_s, now_s
-        if limits.requests_per_s is not None:
-            use.num_allowed = min(limits.burst, use.num_allowed + elapsed_s * limits.requests_per_s)
+        refill(use, self._limits, now_s)
         self._uses.move_to_end(key)
         return use
 

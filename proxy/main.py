@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -14,12 +15,13 @@ from fastapi import FastAPI
 
 from model_files.errors import ModelFilesError
 from processes.child import die_with_parent
-from processes.listener import ListenError, bind_listener
+from processes.listener import ListenError, bind_listener, inherited_listener
 from proxy.app import create_app
 from proxy.discovery.errors import DiscoverySetupError
 from proxy.draining import Draining
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
+from proxy.workers.supervisor import run_workers
 from settings.loading import load_settings
 from settings.secret_keys import SecretKeysError
 
@@ -31,26 +33,55 @@ MIN_DESCRIPTORS = 4096
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
-    settings = load_settings(ProxySettings, PROGRAM, sys.argv[1:] if argv is None else argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = load_settings(ProxySettings, PROGRAM, arguments)
     die_with_parent(signal.SIGTERM)
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     for chatty in ("httpx", "uvicorn", "kubernetes", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if settings.workers > 1 and settings.worker_directory is None:
+        return _serve_with_workers(settings, arguments)
     try:
         text = _load_text_model(settings)
         app = create_app(settings, text)
-        listening = bind_listener(settings.host, settings.port)
+        listening = _listening(settings)
     except (ModelFilesError, ListenError, SecretKeysError, DiscoverySetupError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     _raise_descriptor_limit()
-    host, port = listening.getsockname()[:2]
-    shown_host = f"[{host}]" if ":" in host else host
-    logger.info("proxy for %s listening on http://%s:%d", text.name, shown_host, port)
+    logger.info("proxy for %s listening on %s", text.name, _url(listening))
     _serve(settings, app, listening)
     return 0
+
+
+def _serve_with_workers(settings: ProxySettings, arguments: Sequence[str]) -> int:
+    """Only watches; everything that can be wrong with model and keys is told by the workers."""
+    try:
+        listening = _listening(settings)
+    except ListenError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+
+    def command(number: int, descriptor: int, directory: Path) -> Sequence[str]:
+        own = {"number": number, "socket": descriptor, "directory": directory}
+        flags = [part for name, value in own.items() for part in (f"--worker-{name}", str(value))]
+        return ["-m", "proxy", *arguments, *flags]
+
+    logger.info("%d workers listening on %s", settings.workers, _url(listening))
+    return run_workers(settings.workers, listening, command)
+
+
+def _listening(settings: ProxySettings) -> socket.socket:
+    if settings.worker_socket is not None:
+        return inherited_listener(settings.worker_socket)
+    return bind_listener(settings.host, settings.port)
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _load_text_model(settings: ProxySettings) -> TextModel:

@@ -98,6 +98,12 @@ class ProxyMetrics:
         self.waiting_requests = Gauge(
             "tandem_proxy_waiting_requests", "Requests that wait for their turn", registry=registry
         )
+        self.workers = Gauge(
+            "tandem_proxy_workers",
+            "Processes of this proxy whose counts are in this answer",
+            registry=registry,
+        )
+        self.workers.set(1)
         self.ready_engines = Gauge(
             "tandem_proxy_ready_engines", "Engines that can be used now", ("role",), registry=registry
         )

@@ -1,10 +1,13 @@
 """Routes for operators: health, metrics, the version."""
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from proxy.endpoint import ProxyServices
 from proxy.pairing import route_at
+from proxy.workers.merged_metrics import MergedMetrics, encode_samples
 from wire.json_body import to_json
 from wire.services import EngineRole
 
@@ -30,15 +33,28 @@ def add_operations(app: FastAPI, services: ProxyServices, version: str) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        fleet = services.directory.snapshot()
-        for role in ROLES:
-            services.metrics.ready_engines.labels(role).set(len(fleet.routable(role)))
-        services.metrics.waiting_requests.set(services.admission.num_waiting)
-        return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        told = await services.peers.ask("metrics")
+        registry = metrics_now(services) if not told else merged_registry(services, told)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def tell_version() -> dict[str, str]:
         return {"version": version}
+
+
+def metrics_now(services: ProxyServices) -> CollectorRegistry:
+    """This process's, with what is only looked at when somebody asks."""
+    fleet = services.directory.snapshot()
+    for role in ROLES:
+        services.metrics.ready_engines.labels(role).set(len(fleet.routable(role)))
+    services.metrics.waiting_requests.set(services.admission.num_waiting)
+    return services.metrics.registry
+
+
+def merged_registry(services: ProxyServices, told: Sequence[bytes]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(MergedMetrics([encode_samples(metrics_now(services)), *told]))
+    return registry
 
 
 def json_response(content: bytes, status: int = 200) -> Response:

@@ -14,6 +14,9 @@ from wire.services import EngineRole
 Urls = Annotated[tuple[str, ...], NoDecode]
 
 
+MAX_WORKERS = 64
+
+
 class ProxySettings(ProcessSettings):
     """Settings of one proxy process; lists come from a repeated flag or a comma-separated variable."""
 
@@ -23,6 +26,17 @@ class ProxySettings(ProcessSettings):
     port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server; 0 takes a free one")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     grace_s: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=MAX_WORKERS,
+        description="processes that serve the port, each with its own links to engines",
+    )
+    worker_number: int = Field(0, ge=0, description="set by --workers: which of them this process is")
+    worker_directory: Path | None = Field(None, description="set by --workers: what they share")
+    worker_socket: int | None = Field(
+        None, ge=0, description="set by --workers: descriptor of the socket they listen on"
+    )
 
     model: str = Field(
         "smollm2-135m-instruct",
@@ -124,6 +138,10 @@ class ProxySettings(ProcessSettings):
     migration_wait_s: float = Field(
         15.0, ge=0, description="how long a broken stream may wait for engines that can go on with it"
     )
+
+    def share_of(self, limit: int) -> int:
+        """This worker's part of a limit that all of them keep together."""
+        return max(1, limit // self.workers)
 
     @property
     def engine_urls(self) -> Mapping[EngineRole, tuple[str, ...]]:

@@ -42,8 +42,9 @@ def add_page(app: FastAPI, services: ProxyServices, version: str) -> None:
     async def request(request_id: str) -> Response:
         trace = services.activity.find(request_id)
         if trace is None:
-            return json_response(to_json({"state": "unknown"}))
-        return json_response(to_json(trace_json(trace, _names(services))))
+            elsewhere = await services.peers.ask(f"trace {request_id}")
+            return json_response(elsewhere[0] if elsewhere else to_json({"state": "unknown"}))
+        return json_response(to_json(trace_json(trace, engine_names(services))))
 
 
 def _add_file(app: FastAPI, path: str, name: str, media_type: str) -> None:
@@ -55,7 +56,7 @@ def _add_file(app: FastAPI, path: str, name: str, media_type: str) -> None:
 
 
 def status_json(services: ProxyServices, version: str) -> Json:
-    names = _names(services)
+    names = engine_names(services)
     traces = services.activity.open_traces()
     moving = Counter(
         tuple(names.get(url, url) for url in trace.engine_urls)
@@ -133,7 +134,7 @@ def _since(trace: Trace, time_s: float | None) -> float | None:
     return None if time_s is None else round(time_s - trace.started_s, 6)
 
 
-def _names(services: ProxyServices) -> dict[str, str]:
+def engine_names(services: ProxyServices) -> dict[str, str]:
     """Short names by URL: the role's letter and a number, as the page shows engines."""
     counts: Counter[str] = Counter()
     names = {}

@@ -144,9 +144,9 @@ def pair_stack(
     return stack(MockEngine("prompt", prompt), MockEngine("completion", completion), **settings)
 
 
-async def until(is_true: Callable[[], bool | Awaitable[bool]]) -> None:
+async def until(is_true: Callable[[], bool | Awaitable[bool]], *, within_s: float = 5.0) -> None:
     """Ask again and again; only for what sockets or another process do."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(within_s):
         while True:
             answer = is_true()
             if answer if isinstance(answer, bool) else await answer:

@@ -55,7 +55,7 @@ async def proxy_process(*flags: str) -> AsyncIterator[RunningProxy]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     async with serving(engine) as url, httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}", trust_env=False, transport=retrying()
+        base_url=f"http://127.0.0.1:{port}", trust_env=False, transport=retrying(), timeout=30
     ) as client:  # fmt: skip
         arguments = ("-m", "proxy", "--port", str(port), "--normal-url", url, "--refresh-s", "0.1", *flags)
         process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stderr=PIPE)
