@@ -3,7 +3,7 @@
 Modes: `memory` serves a pool through a bare transport; `source` and `sink` run the real hand-over ends.
 Commands come as JSON lines on standard input: `["offer", id, num_tokens, block_ids]`, `["withdraw", id]`,
 `["request", id, engine_id, epoch, control_address]`, `["pull", id, block_ids]`, `["holds", ids, source_ids]`,
-`["clear"]`, `["echo"]`. It ends with its
+`["abandon", id]`, `["decline", id]`, `["clear"]`, `["echo"]`. It ends with its
 standard input.
 """
 
@@ -30,6 +30,26 @@ class Setup(TypedDict):
     num_blocks: int
     block_bytes: int
     verify_kv: bool
+    is_quick: bool
+    """Gives up soon."""
+
+
+def settings_of(setup: Setup) -> TransferSettings:
+    settings = TransferSettings(lease_s=setup["lease_s"], verify_kv=setup["verify_kv"])
+    return dataclasses.replace(settings, **QUICK) if setup["is_quick"] else settings
+
+
+QUICK = {
+    "connect_timeout_s": 1.0,
+    "refused_timeout_s": 0.2,
+    "offer_timeout_s": 3.0,
+    "read_timeout_s": 1.0,
+    "confirm_timeout_s": 1.0,
+    "fence_after_s": 1.0,
+    "self_test_timeout_s": 1.0,
+    "breaker_pause_s": 0.02,
+    "breaker_max_pause_s": 0.1,
+}
 
 
 def say(*items: object) -> None:
@@ -57,7 +77,7 @@ def serve_source(setup: Setup, pool: Pool) -> None:
         pool.regions,
         make_transport(setup["transport"]),
         setup["address"],
-        TransferSettings(lease_s=setup["lease_s"], verify_kv=setup["verify_kv"]),
+        settings_of(setup),
         report,
     )
     say("ready", source.control_address)
@@ -84,7 +104,7 @@ def serve_sink(setup: Setup, pool: Pool) -> None:
         identity("completion-0", setup["epoch"]),
         pool.regions,
         make_transport(setup["transport"]),
-        TransferSettings(lease_s=setup["lease_s"], verify_kv=setup["verify_kv"]),
+        settings_of(setup),
         report,
     )
     say("ready", "")
@@ -98,6 +118,10 @@ def serve_sink(setup: Setup, pool: Pool) -> None:
             )
         elif name == "pull":
             sink.pull(*arguments)
+        elif name == "abandon":
+            sink.abandon(*arguments)
+        elif name == "decline":
+            sink.decline(*arguments)
         elif name == "holds":
             say("holds", pool.holds(*arguments))
         elif name == "clear":

@@ -44,6 +44,7 @@ class Peer:
         num_blocks: int = NUM_BLOCKS,
         block_bytes: int = BLOCK_BYTES,
         verify_kv: bool = False,
+        is_quick: bool = False,
         within: Sequence[str] = (),
     ) -> None:
         """`within`: the beginning of a command that runs the rest of it elsewhere."""
@@ -56,6 +57,7 @@ class Peer:
             "num_blocks": num_blocks,
             "block_bytes": block_bytes,
             "verify_kv": verify_kv,
+            "is_quick": is_quick,
         }
         self._process = subprocess.Popen(
             [*within, sys.executable, "-m", "tests.kv_transfer.peer", json.dumps(setup)],
@@ -75,6 +77,10 @@ class Peer:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def memory(self) -> RemoteMemory:
