@@ -22,6 +22,7 @@ from benchmarks.report import Report, argument_parser
 from benchmarks.stack_process import tandem_serve
 
 CHUNKS = (4, 8)
+NUM_FIRST_TOKENS = 64
 BURST_BYTES = 256 << 10
 """Of the token bucket: more than one packet on the loopback."""
 
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=("zmq", "nixl"), default="zmq")
     parser.add_argument("--rate-mbit", type=int, default=400, help="of the link")
     parser.add_argument("--chunk-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5, help="prompts for each row")
+    parser.add_argument("--repeats", type=int, default=3, help="prompts for each row")
     parser.add_argument("--in-namespace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.in_namespace:
@@ -64,13 +65,15 @@ async def compare(arguments: argparse.Namespace) -> None:
     )
     report = Report("overlap")
     with tandem_serve(*shared) as by_chunks, tandem_serve(*shared, "--no-chunk-handover") as whole:
+        for url in (by_chunks, whole):  # the first prompt connects the engines
+            await ask(url, arguments.model, random_prompt(NUM_FIRST_TOKENS, seed=0), Timings())
         for num_chunks in CHUNKS:
             timings = {by_chunks: Timings(), whole: Timings()}
-            for repeat in range(arguments.repeats + 1):
+            for repeat in range(arguments.repeats):
                 prompt = random_prompt(num_chunks * arguments.chunk_tokens, seed=repeat)
                 for url, measured in timings.items():
-                    # The first one connects the engines.
-                    await ask(url, arguments.model, prompt, measured if repeat else Timings())
+                    await ask(url, arguments.model, prompt, measured)
+                print(f"{num_chunks} chunks, prompt {repeat + 1} of {arguments.repeats}", file=sys.stderr)
             case = f"{num_chunks} chunks of {arguments.chunk_tokens} tokens, {arguments.rate_mbit} Mbit/s"
             add_rows(report, case, timings[by_chunks], timings[whole])
     report.finish(arguments.json)
