@@ -28,11 +28,11 @@ NUM_PROMPT_TOKENS, NUM_TOKENS = 1000, 100
 BLOCK_SIZE, CHUNK = 16, 16
 NUM_PROMPT_BLOCKS, NUM_COMPLETION_BLOCKS = 224, 136
 """Room for three prompts, and for two of which one is answered at length."""
-LEASE_S = 1.0
+LEASE_S = 3.0
 RATE = "40mbit"
 REQUEST_LIMIT_S = 60.0
 AGAIN_LIMIT_S = 60.0
-STOP_S = 3.0
+STOP_S = 4.0
 SHAPE = {
     "vocab_size": 512,
     "num_hidden_layers": 2,
@@ -43,7 +43,7 @@ SHAPE = {
 }
 KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 64 * 4
 SHARED = (
-    *("--dtype", "fp32", "--num-threads", "1", "--verify-kv", "--lease-s", str(LEASE_S)),
+    *("--dtype", "fp32", "--num-threads", "1", "--verify-kv"),
     *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8"),
 )
 
@@ -168,13 +168,13 @@ def disturbed(
     *,
     completion: Sequence[str] = (),
     another: Sequence[str] | None = None,
-    shared: Sequence[str] = (),
+    lease_s: float = LEASE_S,
     transport: str = "zmq",
 ) -> Iterator[Disturbed]:
     oracle = TinyOracle(path)
     stack = StackOnHosts(
         path,
-        (*SHARED, *shared),
+        (*SHARED, "--lease-s", str(lease_s)),
         rate=RATE,
         prompt=kv_bytes(NUM_PROMPT_BLOCKS),
         completion=(*kv_bytes(NUM_COMPLETION_BLOCKS), *completion),
