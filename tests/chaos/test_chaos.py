@@ -19,6 +19,7 @@ def stack() -> Iterator[RunningStack]:
     grace = ("--grace-s", "2")
     with RunningStack(
         dtype="fp32",
+        max_num_batched_tokens=64,
         prompt_engines=2,
         completion_engines=2,
         extra={"prompt": grace, "completion": grace, "proxy": ("--migration-wait-s", "60")},
@@ -29,6 +30,16 @@ def stack() -> Iterator[RunningStack]:
 @pytest.fixture(scope="module")
 def expected(stack: RunningStack) -> list[str]:
     return Streams(stack, asks()).run()
+
+
+@pytest.fixture(scope="module")
+def expected_of_prompts(stack: RunningStack) -> list[str]:
+    return Streams(stack, asks_with_prompts()).run()
+
+
+def asks_with_prompts() -> list[Ask]:
+    """Most of them are being computed, or wait for that, when the first ones have an answer."""
+    return [Ask(number, NUM_TOKENS // 4, num_words=60) for number in range(NUM_STREAMS)]
 
 
 def asks() -> list[Ask]:
@@ -45,3 +56,17 @@ def test_no_stream_fails_and_every_text_is_that_of_an_undisturbed_run(
     finally:
         bring_back(stack, name, fault)
     assert texts == expected
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_prompt_that_is_being_computed_fails_and_every_text_is_that_of_an_undisturbed_run(
+    stack: RunningStack, expected_of_prompts: list[str], fault: str
+) -> None:
+    name = "prompt-0"
+    try:
+        texts = Streams(stack, asks_with_prompts()).run(
+            lambda: FAULTS[fault](stack.services[name]), after_chunks=1, num_begun=4
+        )
+    finally:
+        bring_back(stack, name, fault)
+    assert texts == expected_of_prompts

@@ -25,11 +25,13 @@ class Ask:
     num_tokens: int
     num_read: int | None = None
     """The client leaves when it has so many characters."""
+    num_words: int = 0
+    """Of the prompt, beside its first sentence."""
 
     def fields(self) -> dict[str, object]:
         return {
             "model": MODEL,
-            "prompt": f"Story number {self.number}. Once upon a time",
+            "prompt": f"Story number {self.number}. Once upon a time" + " and then" * self.num_words,
             "max_tokens": self.num_tokens,
             "temperature": float(self.number % 2),
             "seed": self.number,
@@ -47,17 +49,27 @@ class Streams:
         self._begun = [threading.Event() for _ in asks]
         self._num_chunks = [0] * len(asks)
 
-    def run(self, during: Callable[[], None] = lambda: None, *, after_chunks: int = 8) -> list[str]:
-        """All texts; `during` is called when every stream has sent `after_chunks` chunks."""
+    def run(
+        self,
+        during: Callable[[], None] = lambda: None,
+        *,
+        after_chunks: int = 8,
+        num_begun: int | None = None,
+    ) -> list[str]:
+        """All texts; `during` is called when so many streams (all) have sent `after_chunks` chunks."""
+        needed = len(self._asks) if num_begun is None else num_begun
         with ThreadPoolExecutor(len(self._asks)) as pool:
             running = [pool.submit(self._stream, place) for place in range(len(self._asks))]
             eventually(
-                lambda: min(self._num_chunks) >= after_chunks or any(task.done() for task in running),
-                "every stream has begun",
+                lambda: self._num_begun(after_chunks) >= needed or any(task.done() for task in running),
+                f"{needed} streams have begun",
                 STREAM_TIMEOUT_S,
             )
             during()
             return [task.result(STREAM_TIMEOUT_S) for task in running]
+
+    def _num_begun(self, after_chunks: int) -> int:
+        return sum(num_chunks >= after_chunks for num_chunks in self._num_chunks)
 
     def _stream(self, place: int) -> str:
         text, num_read = "", self._asks[place].num_read
