@@ -7,14 +7,16 @@ grammars take milliseconds, but there are short ones that take minutes: nobody w
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
 
+from engine.compilers import Compilers
 from engine.errors import GrammarError, GrammarQueueFull
 from engine.ipc import AddRequest
 from engine.json_schemas import UnsupportedSchema, narrowed_schema
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 NUM_KEPT = 64
-NUM_THREADS = 2
 MAX_WAITING = 64
 """Grammars that wait for one of these threads; what comes on top of them is refused."""
 COMPILE_LIMIT_S = 30.0
@@ -94,10 +95,8 @@ class Grammars:
         self._vocab_size = vocab_size
         self._stop_token_ids = list(stop_token_ids)
         self._on_compiled = on_compiled
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._compilers: Compilers[Grammar] = Compilers()
         self._kept: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
-        self._waiting: list[Future[Grammar]] = []
-        """Those that no thread had begun when we last looked."""
         self._compiler: GrammarCompiler | None = None
         self._lock = Lock()
         """Held while the compiler is made."""
@@ -106,11 +105,9 @@ class Grammars:
         """Its exception: `GrammarError` for a structure that cannot be obeyed, or `GrammarQueueFull`."""
         future = self._kept.get(structured)
         if future is None:
-            self._waiting = [other for other in self._waiting if not (other.running() or other.done())]
-            if len(self._waiting) >= MAX_WAITING:
+            if self._compilers.num_waiting >= MAX_WAITING:
                 return _failed(GrammarQueueFull(f"{MAX_WAITING} other structures wait to be compiled"))
-            future = self._kept[structured] = self._pool.submit(self._compile, structured)
-            self._waiting.append(future)
+            future = self._kept[structured] = self._compilers.submit(partial(self._compile, structured))
             future.add_done_callback(lambda _: self._on_compiled())
             if len(self._kept) > NUM_KEPT:
                 self._kept.popitem(last=False)
@@ -119,11 +116,11 @@ class Grammars:
 
     def give_up(self, structured: StructuredOutput, grammar: Future[Grammar]) -> None:
         """Nobody waits for it any more. One that a thread has begun is kept: who asks again can join."""
-        if grammar.cancel() and self._kept.get(structured) is grammar:
+        if self._compilers.give_up(grammar) and self._kept.get(structured) is grammar:
             del self._kept[structured]
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
 
     def _compile(self, structured: StructuredOutput) -> Grammar:
         with self._lock:

@@ -16,8 +16,9 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from engine.compilers import NUM_THREADS
 from engine.errors import GrammarError
-from engine.grammars import COMPILE_LIMIT_S, MAX_WAITING, NUM_KEPT, NUM_THREADS, Grammars
+from engine.grammars import COMPILE_LIMIT_S, MAX_WAITING, NUM_KEPT, Grammars
 from engine.ipc import AddRequest
 from engine.json_schemas import UnsupportedSchema, narrowed_schema
 from shared_scheduler import Sequence, SequenceStatus
