@@ -58,3 +58,17 @@ async def test_a_request_that_is_refused_is_no_trial_and_leaves_no_prefix() -> N
         assert (await running.complete(prompt=prompt)).status_code == 200
         assert watched.breaker is CLOSED
         assert all(routes._cached(routes.snapshot(), ids(prompt)).values())
+
+
+async def test_short_prompts_and_those_a_normal_engine_has_mostly_cached_need_no_pair() -> None:
+    answering = Answering("answered", finish_reason="length")
+    engines = (*fleet(), MockEngine("normal", answering.normal))
+    async with stack(*engines, normal_max_new_tokens=20) as running:
+        long = "a long prompt " * 3
+        routes = [
+            (await running.complete(prompt=prompt)).headers["x-tandem-route"]
+            for prompt in ("short", long, long[:20], long[:36], long, "another long prompt of many tokens")
+        ]
+        kinds = {kind: running.metric("tandem_proxy_routes_total", kind=kind) for kind in ("pair", "normal")}
+    assert routes == ["normal", "pair", "normal", "normal", "normal", "pair"]
+    assert kinds == {"pair": 2, "normal": 4}
