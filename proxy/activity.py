@@ -24,7 +24,7 @@ TraceState = Literal["prompt", "hand-over", "completion", "ended"]
 
 @dataclass(slots=True)
 class Trace:
-    """One prompt and the engines it was given to at first. Times are of the clock of `Activity`."""
+    """One prompt and the engines that have it now, or had it last. Times are of the clock of `Activity`."""
 
     request_id: str
     engine_urls: tuple[str, ...]
@@ -41,6 +41,11 @@ class Trace:
             self.first_token_s = now_s
         elif self.arrived_s is None and self.is_pair and not is_first_of_choice:
             self.arrived_s = now_s
+
+    def moved(self, route: HasEngines) -> None:
+        """It, or one of its choices, goes on there."""
+        self.engine_urls = tuple(engine.url for engine in route.engines)
+        self.is_pair = isinstance(route, Pair)
 
     @property
     def state(self) -> TraceState:

@@ -311,6 +311,7 @@ class _Exchange:
         work = PromptWork(
             request_id=f"{self._request_id}-{index}",
             handover_id=new_handover_id(),
+            prompt_index=index,
             prompt_token_ids=prompt.prompt_token_ids,
             sampling=prompt.sampling,
             num_completions=prompt.num_completions,
@@ -343,16 +344,18 @@ class _Exchange:
         has_waited = self._admitted is not None and self._admitted.has_waited
         if has_waited or not services.routes.is_current(route):
             route = services.routes.any(work) or route  # much may have changed since it was chosen
+            self._prompts[work.prompt_index].trace.moved(route)
         await run.run(route, work, choices)
 
     def _first_token(self) -> None:
         if self._admitted is not None:
             self._admitted.end(is_computed=True)
 
-    def begun_again(self, reason: str, stage: Stage) -> None:
+    def begun_again(self, reason: str, stage: Stage, route: Route, work: PromptWork) -> None:
         self._num_migrations += 1
-        for prompt in self._prompts:
-            prompt.trace.num_migrations = self._num_migrations
+        trace = self._prompts[work.prompt_index].trace
+        trace.num_migrations += 1
+        trace.moved(route)
         self._services.metrics.migrations.labels(reason, stage).inc()
 
     def leg_failed(self, failure: EngineFailure, route: Route | SingleLeg) -> None:

@@ -73,9 +73,9 @@ class FailureObserver(Protocol):
     def leg_failed(self, failure: EngineFailure, route: Route) -> None:
         """Called for every failure, also for those that the client never hears of."""
 
-    def begun_again(self, reason: str, stage: Stage) -> None:
+    def begun_again(self, reason: str, stage: Stage, route: Route, work: PromptWork) -> None:
         """A computed prompt (`handover`), a whole one (`retry`) or a choice in mid-stream (`stream`) goes on
-        elsewhere."""
+        at this route."""
 
 
 class Progress:
@@ -240,7 +240,7 @@ class _Attempts:
             return None
         self._note(failure)
         self.route = replace(pair, completion=another)
-        self._begin("handover", work)
+        self._begin("handover", work, self.route)
         return another
 
     def failed(self, failure: EngineFailure) -> None:
@@ -274,7 +274,7 @@ class _Attempts:
             route = self._run.routes.fresh(work, self._failed)
         if route is None:
             raise self._last
-        self._begin("retry", work)
+        self._begin("retry", work, route)
         return route
 
     async def migrate(self, work: PromptWork) -> Route:
@@ -284,7 +284,7 @@ class _Attempts:
             await self._pause()
             # Engines fail for moments, too: better again there than never.
             route = self._run.routes.fresh(work, self._failed) or self._run.routes.any(work)
-        self._begin("stream", work)
+        self._begin("stream", work, route)
         return route
 
     def renamed(self, work: PromptWork) -> PromptWork:
@@ -293,10 +293,10 @@ class _Attempts:
         request_id = f"{work.request_id}.{self._num_names}"
         return replace(work, request_id=request_id, handover_id=self._run.new_id())
 
-    def _begin(self, stage: Stage, work: PromptWork) -> None:
+    def _begin(self, stage: Stage, work: PromptWork, route: Route) -> None:
         assert self._last is not None
         self._num_tries += stage != "handover"
-        self._run.observer.begun_again(self._last.kind, stage)
+        self._run.observer.begun_again(self._last.kind, stage, route, work)
         logger.info(
             "request_id=%s begins again (%s) at output %d: %s",
             work.request_id,

@@ -51,6 +51,8 @@ class PromptWork:
 
     request_id: str
     handover_id: str
+    prompt_index: int = 0
+    """Its place among the prompts of its request."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     num_completions: int

@@ -204,6 +204,19 @@ async def test_the_engine_that_failed_is_avoided_and_the_other_prompt_engine_may
         assert sorted((len(first.calls), len(second.calls))) == [1, 1]
 
 
+async def test_the_page_is_told_where_a_stream_has_gone() -> None:
+    async with two_pairs(Generating({5: breaks})) as running:
+        response = await running.complete()
+        trace = running.services.activity.find(response.headers["x-request-id"])
+        (last,) = (
+            engine.url
+            for engine in running.engines[2:]
+            if any(call.completion_request.num_replayed_tokens for call in engine.calls)
+        )
+    assert trace is not None
+    assert (trace.engine_urls[-1], trace.num_migrations) == (last, 1)
+
+
 async def test_every_attempt_has_names_of_its_own() -> None:
     async with two_pairs(Generating({2: breaks, 5: breaks, 8: loses_its_peer})) as running:
         await streamed(running)
