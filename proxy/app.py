@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import httpx
 from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from proxy.activity import Activity
@@ -87,6 +88,14 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_mistake)
     app.add_middleware(ApiKeyCheck, keys=keys, settings=settings, metrics=services.metrics)
+    if settings.cors_origins:  # before keys: a browser asks without one whether it may ask
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-tandem-route", "x-tandem-migrations", "retry-after"],
+        )
     app.add_middleware(RequestIds)
     _add_generation(app, services)
     _add_tokens(app, services)
@@ -202,7 +211,8 @@ def _key_gate(settings: ProxySettings) -> KeyGate:
 def _add_generation(app: ProxyApp, services: ProxyServices) -> None:
     for api in (*APIS, RESPONSES):
         endpoint = GenerationEndpoint(api, services)
-        app.serve_directly(api.path, endpoint)
+        if not services.settings.cors_origins:  # whose headers middleware adds
+            app.serve_directly(api.path, endpoint)
         app.router.routes.append(Route(api.path, endpoint=endpoint, methods=["POST"]))
 
 

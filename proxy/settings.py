@@ -11,6 +11,7 @@ from proxy.role_policies import PolicyName
 from settings.loading import ProcessSettings
 from wire.services import EngineRole
 
+Origins = Annotated[tuple[str, ...], NoDecode]
 Urls = Annotated[tuple[str, ...], NoDecode]
 
 
@@ -81,6 +82,9 @@ class ProxySettings(ProcessSettings):
         ge=0,
         description="prompts with at most so many tokens to compute go to NORMAL engines; default: none do "
         "while there is a pair",
+    )
+    cors_origins: Origins = Field(
+        (), description="web pages of this origin may call the API from a browser; repeatable, * for all"
     )
     api_keys: SecretStr | None = Field(
         None, description="API keys, comma-separated; better as a variable: arguments are visible to others"
@@ -175,6 +179,16 @@ class ProxySettings(ProcessSettings):
         if is_cluster and not self.selectors:
             raise ValueError("--discovery kubernetes needs --prompt-selector and --completion-selector")
         return self
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: object) -> tuple[str, ...]:
+        parts = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+        origins = [origin.strip().rstrip("/") for part in parts for origin in str(part).split(",")]
+        for origin in origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ValueError("an origin is * or starts with http:// or https://")
+        return tuple(dict.fromkeys(origins))
 
     @field_validator("prompt_url", "completion_url", "normal_url", mode="before")
     @classmethod

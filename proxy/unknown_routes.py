@@ -26,6 +26,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         message = f"{path} is not served here: this server generates text and stores nothing"
     elif error.status_code == 404:
         code = "unknown_url"
+        if path.startswith(("/chat/", "/completions", "/responses", "/models", "/v1/v1/")):
+            message += "; a client's base URL has to end with /v1"
     body = ErrorBody(error=ServiceError(message=message, type=BadRequest.error_type, code=code))
     return Response(
         to_json(body), status_code=error.status_code, media_type="application/json", headers=error.headers

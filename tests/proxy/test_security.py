@@ -146,3 +146,32 @@ async def test_a_client_cannot_choose_an_engine_address(path: str) -> None:
     assert told.handover_id == prompt.prompt_request.handover_id != "f" * 32
     assert address not in json.dumps(completion.body.decode())
     assert called == []
+
+
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+
+@pytest.mark.parametrize(("origin", "is_allowed"), [("http://mine", True), ("http://other", False)])
+async def test_only_pages_of_configured_origins_may_call_from_a_browser(
+    origin: str, is_allowed: bool
+) -> None:
+    answering = Answering("ok")
+    settings = {"cors_origins": ("http://mine/",), "api_keys": "secret"}
+    async with pair_stack(answering.prompt, answering.completion, **settings) as running:
+        url, asked_by = "/v1/chat/completions", {"origin": origin}
+        before = await running.client.options(url, headers={**asked_by, **PREFLIGHT})
+        assert (before.status_code == 200) == is_allowed
+        headers = {**asked_by, "authorization": "Bearer secret"}
+        response = await running.client.post(url, json=chat_body(), headers=headers)
+        assert response.status_code == 200
+        allowed = response.headers.get("access-control-allow-origin")
+        assert allowed == (origin if is_allowed else None)
+
+
+async def test_by_default_no_page_of_another_origin_is_let_in() -> None:
+    answering = Answering("ok")
+    async with pair_stack(answering.prompt, answering.completion) as running:
+        headers = {"origin": "http://mine", **PREFLIGHT}
+        assert (await running.client.options("/v1/chat/completions", headers=headers)).status_code == 405
+        response = await running.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+    assert "access-control-allow-origin" not in response.headers

@@ -86,3 +86,12 @@ async def test_every_answer_has_the_clients_request_id_or_a_fresh_one(running: S
 async def test_endpoints_that_are_not_served_say_so(running: Stack, path: str, code: str) -> None:
     response = await running.client.post(path, json={})
     assert (response.status_code, response.json()["error"]["code"]) == (404, code)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/models"])
+async def test_a_wrong_base_url_is_told(path: str) -> None:
+    answering = Answering("ok")
+    async with pair_stack(answering.prompt, answering.completion) as running:
+        response = await running.client.post(path, json={})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].endswith("a client's base URL has to end with /v1")
