@@ -22,7 +22,11 @@ def stack() -> Iterator[RunningStack]:
         max_num_batched_tokens=64,
         prompt_engines=2,
         completion_engines=2,
-        extra={"prompt": grace, "completion": grace, "proxy": ("--migration-wait-s", "60")},
+        extra={
+            "prompt": grace,
+            "completion": (*grace, "--handover-wait-s", "300"),  # on busy machines prompts wait for minutes
+            "proxy": ("--migration-wait-s", "60", "--first-byte-timeout-s", "300"),
+        },
     ) as stack:
         yield stack
 
@@ -39,7 +43,7 @@ def expected_of_prompts(stack: RunningStack) -> list[str]:
 
 def asks_with_prompts() -> list[Ask]:
     """Most of them are being computed, or wait for that, when the first ones have an answer."""
-    return [Ask(number, NUM_TOKENS // 4, num_words=60) for number in range(NUM_STREAMS)]
+    return [Ask(number, NUM_TOKENS // 4, num_words=30) for number in range(NUM_STREAMS)]
 
 
 def asks() -> list[Ask]:
