@@ -26,6 +26,7 @@ from engine.ipc import (
     encode,
 )
 from engine.serving.errors import EngineRefused, EngineUnavailable, InvalidRequest
+from engine.serving.signals import ScalingSignals
 
 
 class OutputReceiver(Protocol):
@@ -67,7 +68,13 @@ class RequestStream:
 class EngineLink:
     """Commands to, and events from, one engine process. Bound before that process starts."""
 
-    def __init__(self, context: zmq.asyncio.Context, command_endpoint: str, event_endpoint: str) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        command_endpoint: str,
+        event_endpoint: str,
+        signals: ScalingSignals,
+    ) -> None:
         self._commands = context.socket(zmq.PUSH)
         self._events = context.socket(zmq.PULL)
         for socket, endpoint in ((self._commands, command_endpoint), (self._events, event_endpoint)):
@@ -76,6 +83,7 @@ class EngineLink:
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.bind(endpoint)
         self._streams: dict[str, OutputReceiver] = {}
+        self._signals = signals
 
     @property
     def num_open_streams(self) -> int:
@@ -85,6 +93,7 @@ class EngineLink:
         """The engine's next event; outputs of requests have then been delivered to their streams."""
         event = decode_event(await self._events.recv())
         if isinstance(event, StepEvents):
+            self._signals.on_step([output.request_id for output in event.outputs if output.tokens])
             for output in event.outputs:
                 stream = self._streams.get(output.request_id)
                 if stream is not None:  # otherwise the client left while this output was on its way
@@ -108,11 +117,14 @@ class EngineLink:
                 f"request_id {request.request_id!r} is already being served", param="request_id"
             )
         self._streams[request.request_id] = receiver
+        num_to_compute = len(request.prompt_token_ids) if request.prompt_engine is None else 0
+        self._signals.begin(request.request_id, num_to_compute)
         self._send(request)
 
     def close_request(self, request_id: str) -> None:
         """Take no more outputs of a request; abort it unless it has ended."""
         receiver = self._streams.pop(request_id, None)
+        self._signals.end(request_id)
         if receiver is not None and not receiver.has_ended:
             self._send(Abort(request_id))
 

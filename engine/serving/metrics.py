@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from engine.ipc import EngineStats
+from engine.serving.signals import ScalingSignals
 from engine.serving.supervisor import EngineSupervisor
 from engine.serving.transfer_metrics import peer_metrics
 from wire.services import EngineRole
@@ -164,8 +165,39 @@ class _EngineCollector(Collector):
         yield self._counter(
             "tandem_service_engine_restarts_total", "Engine processes lost", supervisor.num_restarts
         )
+        yield from self._signals(supervisor.signals)
         if supervisor.stats is not None:
             yield from self._engine(supervisor.stats)
+            yield from self._uses(supervisor)
+
+    def _signals(self, signals: ScalingSignals) -> Iterator[Metric]:
+        yield self._gauge(
+            "tandem_engine_queued_prompt_tokens",
+            "Prompt tokens of requests without a token yet",
+            signals.num_queued_tokens,
+        )
+        yield self._gauge(
+            "tandem_engine_predicted_first_token_seconds",
+            "How long the queued prompt tokens take at the rate seen lately",
+            signals.predicted_first_token_s,
+        )
+        yield self._gauge(
+            "tandem_engine_inter_token_p90_seconds",
+            "Time within which nine of ten tokens came lately; 0 while none do",
+            signals.inter_token_p90_s,
+        )
+
+    def _uses(self, supervisor: EngineSupervisor) -> Iterator[Metric]:
+        stats, config = supervisor.stats, supervisor.config
+        assert stats is not None
+        used = 1 - stats.num_free_blocks / stats.num_usable_blocks if stats.num_usable_blocks else 0.0
+        yield self._gauge("tandem_engine_kv_use", "Part of the KV blocks that requests use", used)
+        if config is not None:
+            yield self._gauge(
+                "tandem_engine_sequence_use",
+                "Running and waiting sequences over the most that run at once",
+                (stats.num_running + stats.num_waiting) / config.max_num_seqs,
+            )
 
     def _engine(self, stats: EngineStats) -> Iterator[Metric]:
         for metric in ENGINE_METRICS:

@@ -29,6 +29,7 @@ from engine.serving.cache_log import CacheLog
 from engine.serving.engine_link import EngineLink
 from engine.serving.errors import EngineUnavailable, ServiceStartError
 from engine.serving.settings import EngineServiceSettings
+from engine.serving.signals import ScalingSignals
 from processes.child import environment_for_child
 from wire.services import EngineRole
 
@@ -58,6 +59,7 @@ class EngineSupervisor:
         self.config: EngineConfig | None = None
         self.stats: EngineStats | None = None
         self.cache_log = CacheLog()
+        self.signals = ScalingSignals(time.monotonic)
         self.num_restarts = 0
         self._num_events = 0
         self.on_drain: Callable[[], None] = _nothing
@@ -150,7 +152,7 @@ class EngineSupervisor:
         )
         self._set_loading()
         self.cache_log.restart(epoch)
-        link = self._link = EngineLink(context, commands, events)
+        link = self._link = EngineLink(context, commands, events, self.signals)
         process = await _spawn(config)
         try:
             exit_code = await self._follow(process, link)
@@ -222,6 +224,7 @@ class EngineSupervisor:
     def on_stats(self, stats: EngineStats) -> None:
         """What the engine says of itself after a step, and every second while it is idle."""
         self.stats = stats
+        self.signals.on_stats(stats)
         self._heard.set()
 
     def _on_ready(self, ready: Ready) -> None:

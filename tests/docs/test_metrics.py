@@ -31,6 +31,7 @@ def exported(registry: CollectorRegistry) -> dict[str, tuple[str, str]]:
 def test_the_services_table_equals_what_a_service_exports() -> None:
     supervisor = EngineSupervisor(EngineServiceSettings(), "prompt")
     supervisor.stats = STATS
+    supervisor.config = supervisor._settings.engine_config("prompt", "p", 1, "ipc://c", "ipc://e")
     metrics = ServiceMetrics("prompt", supervisor)
     assert documented("Prompt and completion service") == exported(metrics.registry)
 

@@ -1,6 +1,7 @@
 """The engine's end of a link, played by the test."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import zmq.asyncio
 
 from engine.ipc import Command, Event, RequestOutput, StepEvents, decode_command, encode
 from engine.serving.engine_link import EngineLink
+from engine.serving.signals import ScalingSignals
 from tests.engine.serving.builders import STATS
 
 
@@ -41,7 +43,7 @@ class ScriptedEngine:
 async def link_and_engine(tmp_path: Path) -> AsyncIterator[tuple[EngineLink, ScriptedEngine]]:
     context = zmq.asyncio.Context()
     commands, events = f"ipc://{tmp_path}/commands", f"ipc://{tmp_path}/events"
-    link = EngineLink(context, commands, events)
+    link = EngineLink(context, commands, events, ScalingSignals(time.monotonic))
     engine = ScriptedEngine(context, commands, events)
     receiving = asyncio.create_task(_receive(link))
     yield link, engine
