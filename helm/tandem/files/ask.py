@@ -13,8 +13,8 @@ def ask(path, body=None):
     request = urllib.request.Request(
         os.environ["PROXY_URL"] + path, data, {"content-type": "application/json"}
     )
-    key = os.environ.get("API_KEYS", "").split(",")[0].strip()
-    if key:
+    keys = [line.strip() for line in os.environ.get("API_KEYS", "").splitlines()]
+    for key in [key for key in keys if key and not key.startswith("#")][:1]:
         request.add_header("authorization", f"Bearer {key}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

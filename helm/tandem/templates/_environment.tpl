@@ -17,19 +17,28 @@
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 - {name: {{ $prefix }}HOST, value: "0.0.0.0"}
 - {name: {{ $prefix }}PORT, value: {{ include "tandem.port" . | quote }}}
-- {name: {{ $prefix }}MODEL, value: {{ .root.Values.model.name | quote }}}
+- {name: {{ $prefix }}MODEL, value: {{ include "tandem.modelArgument" .root | quote }}}
 {{- if eq .role "proxy" }}
-{{ include "tandem.discoveryEnvironment" .root }}
+{{ include "tandem.discoveryEnvironment" .root | trim }}
 {{- else }}
 - {name: {{ $prefix }}CONTROL_HOST, value: "$(POD_IP)"}
+{{- end }}
+{{- if include "tandem.serviceTokenSecret" .root }}
+- {name: {{ $prefix }}SERVICE_TOKEN_FILE, value: /etc/tandem/service-token/{{ .root.Values.serviceToken.key }}}
+{{- end }}
+{{- if and (eq .role "proxy") .root.Values.apiKeys.existingSecret }}
+- {name: TANDEM_PROXY_API_KEYS_FILE, value: /etc/tandem/api-keys/{{ .root.Values.apiKeys.key }}}
 {{- end }}
 {{- range $name, $value := $values.settings }}
 {{- if not (kindIs "invalid" $value) }}
 - {name: {{ $prefix }}{{ upper $name }}, value: {{ include "tandem.settingText" $value | quote }}}
 {{- end }}
 {{- end }}
-{{- with $values.extraEnv }}
-{{ toYaml . }}
+{{- range $values.extraEnv }}
+{{- if hasPrefix $prefix .name }}
+{{- fail (printf "%s.extraEnv: %s is a setting; put %s under %s.settings" $.role .name (.name | trimPrefix $prefix | lower) $.role) }}
+{{- end }}
+- {{ toJson . }}
 {{- end }}
 {{- end }}
 
@@ -39,15 +48,15 @@
 - {name: TANDEM_PROXY_DISCOVERY, value: kubernetes}
 - {name: TANDEM_PROXY_DISCOVERY_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
 {{- range $role := list "prompt" "completion" }}
-- {name: TANDEM_PROXY_{{ upper $role }}_SELECTOR, value: {{ include "tandem.selector" (dict "root" $ "role" $role) | quote }}}
+- {name: TANDEM_PROXY_{{ upper $role }}_SELECTOR, value: "kubernetes.io/service-name={{ include "tandem.name" (dict "root" $ "role" $role) }}"}
 {{- end }}
 {{- else -}}
-{{- if eq $discovery "dns" }}
+{{- if eq $discovery "dns" -}}
 - {name: TANDEM_PROXY_DISCOVERY, value: dns}
-{{- end }}
+{{ end -}}
 {{- range $role := list "prompt" "completion" }}
-{{- $engines := dict "root" $ "role" $role }}
+{{- $engines := dict "root" $ "role" $role -}}
 - {name: TANDEM_PROXY_{{ upper $role }}_URL, value: "http://{{ include "tandem.name" $engines }}.{{ $.Release.Namespace }}.svc:{{ include "tandem.port" $engines }}"}
-{{- end }}
+{{ end }}
 {{- end }}
 {{- end }}

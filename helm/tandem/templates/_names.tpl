@@ -36,14 +36,15 @@ helm.sh/chart: {{ printf "tandem-%s" .root.Chart.Version | replace "+" "_" | tru
 {{- end }}
 {{- end }}
 
-{{/* The pods of a role, as a label selector in one line. */}}
-{{- define "tandem.selector" -}}
-app.kubernetes.io/name=tandem,app.kubernetes.io/instance={{ .root.Release.Name }},app.kubernetes.io/component={{ .role }}
+{{/* The head of every manifest of a role. */}}
+{{- define "tandem.metadata" -}}
+name: {{ include "tandem.name" . }}
+labels:
+  {{- include "tandem.labels" . | nindent 2 }}
 {{- end }}
 
 {{- define "tandem.serviceAccount" -}}
-{{- $account := (index .root.Values .role).serviceAccount -}}
-{{ $account.name | default (include "tandem.name" .) }}
+{{- (index .root.Values .role).serviceAccount.name | default (include "tandem.name" .) -}}
 {{- end }}
 
 {{- define "tandem.image" -}}
@@ -51,6 +52,16 @@ app.kubernetes.io/name=tandem,app.kubernetes.io/instance={{ .root.Release.Name }
 {{ $image.repository }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
+{{- define "tandem.pullPolicy" -}}
+{{ index .root.Values.images (eq .role "proxy" | ternary "proxy" "engine") "pullPolicy" }}
+{{- end }}
+
 {{- define "tandem.port" -}}
 {{ index (dict "proxy" 8000 "prompt" 7001 "completion" 7002) .role }}
+{{- end }}
+
+{{/* Something else than the chart decides how many pods there are. */}}
+{{- define "tandem.isScaled" -}}
+{{- $scaling := (index .root.Values .role).autoscaling -}}
+{{- if or $scaling.hpa.enabled $scaling.keda.enabled }}true{{ end -}}
 {{- end }}

@@ -55,6 +55,12 @@ class Faults:
         with self._lock:
             self._failures.append(_Planned(verb, plural, code, times))
 
+    def clear(self) -> None:
+        """Nothing that was planned happens any more."""
+        with self._lock:
+            self._failures.clear()
+            self._losses.clear()
+
     def forget_history(self) -> None:
         self._store.forget_history()
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import kubernetes_validate
-
 from tests.k8s.api_stub.fields import DuplicateEntries, Path, leaves, remove_leaves, set_leaf
 from tests.k8s.api_stub.resources import BY_PLURAL, Resource
 from tests.k8s.api_stub.selectors import Manifest, matches
+from tests.k8s.schemas import InvalidManifest, check_manifest
 
 EventType = Literal["ADDED", "MODIFIED", "DELETED"]
 Key = tuple[str, str, str]
@@ -239,12 +238,9 @@ class Store:
         if not resource.is_built_in:
             return
         try:
-            kubernetes_validate.validate(manifest, self.kubernetes_version, strict=True)
-        except kubernetes_validate.ValidationError as error:
-            where = ".".join(str(part) for part in error.path)
-            name = manifest["metadata"].get("name")
-            message = f'{resource.kind} "{name}" is invalid: {where}: {error.message}'
-            raise ApiError(422, "Invalid", message) from None
+            check_manifest(manifest, self.kubernetes_version)
+        except InvalidManifest as error:
+            raise ApiError(422, "Invalid", str(error)) from None
 
 
 def _owned_leaves(manifest: Manifest) -> list[tuple[Path, Any]]:

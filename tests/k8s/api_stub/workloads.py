@@ -18,6 +18,8 @@ class Workloads:
             for plural in ("deployments", "statefulsets"):
                 for manifest in self._store.find(BY_PLURAL[plural])[0]:
                     self._set_status(plural, manifest, _finished(manifest))
+            for budget in self._store.find(BY_PLURAL["poddisruptionbudgets"])[0]:
+                self._set_status("poddisruptionbudgets", budget, _kept(budget))
             for pod in self._store.find(BY_PLURAL["pods"])[0]:
                 if "helm.sh/hook" in pod["metadata"].get("annotations", {}) and "status" not in pod:
                     self._set_status("pods", pod, {"phase": self._outcome_of_pod(pod)})
@@ -29,11 +31,18 @@ class Workloads:
             self._store.update(BY_PLURAL[plural], key, {**manifest, "status": status}, "controller")
 
 
+def _kept(budget: Manifest) -> Manifest:
+    """Nothing is missing, and nothing more may go."""
+    counts = {"currentHealthy": 1, "desiredHealthy": 1, "expectedPods": 1, "disruptionsAllowed": 0}
+    return {**counts, "observedGeneration": budget["metadata"]["generation"]}
+
+
 def _finished(manifest: Manifest) -> Manifest:
     replicas = manifest["spec"].get("replicas", 1)
     counts = ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
     status: Manifest = dict.fromkeys(counts, replicas)
     status["observedGeneration"] = manifest["metadata"]["generation"]
     if manifest["kind"] == "Deployment":
-        status["conditions"] = [{"type": "Available", "status": "True"}]
+        reasons = {"Available": "MinimumReplicasAvailable", "Progressing": "NewReplicaSetAvailable"}
+        status["conditions"] = [{"type": t, "status": "True", "reason": r} for t, r in reasons.items()]
     return status

@@ -1,0 +1,78 @@
+{{/* Where the model is, for all three kinds of process. One that is not embedded is mounted at /models/NAME, so that
+NAME is also what clients call it. */}}
+{{- define "tandem.modelArgument" -}}
+{{- $model := .Values.model -}}
+{{- if eq $model.source "embedded" -}}
+{{ $model.name }}
+{{- else -}}
+/models/{{ $model.name }}{{ with $model.file }}/{{ . }}{{ end }}
+{{- end -}}
+{{- end }}
+
+{{- define "tandem.modelVolume" -}}
+{{- $model := .Values.model -}}
+{{- if eq $model.source "pvc" }}
+- {name: model, persistentVolumeClaim: {claimName: {{ $model.pvc.claimName | quote }}, readOnly: true}}
+{{- else if eq $model.source "image" }}
+{{- if semverCompare "<1.31.0-0" .Capabilities.KubeVersion.Version }}
+{{- fail (printf "model.source: image needs Kubernetes 1.31 or newer; this is %s" .Capabilities.KubeVersion.Version) }}
+{{- end }}
+- {name: model, image: {reference: {{ $model.image.reference | quote }}, pullPolicy: {{ $model.image.pullPolicy }}}}
+{{- else if eq $model.source "download" }}
+{{- if $model.download.claimName }}
+- {name: model, persistentVolumeClaim: {claimName: {{ $model.download.claimName | quote }}}}
+{{- else }}
+- {name: model, emptyDir: {sizeLimit: {{ $model.download.size }}}}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.modelMount" -}}
+{{- $model := .Values.model -}}
+{{- if ne $model.source "embedded" }}
+- name: model
+  mountPath: /models/{{ $model.name }}
+  readOnly: true
+  {{- if eq $model.source "pvc" }}
+  {{- with $model.pvc.subPath }}
+  subPath: {{ . | quote }}
+  {{- end }}
+  {{- else if eq $model.source "download" }}
+  {{- if $model.download.claimName }}
+  subPath: {{ $model.name | quote }}
+  {{- end }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Fetches what is not there yet. The proxy needs no weights. */}}
+{{- define "tandem.modelDownload" -}}
+{{- $download := .root.Values.model.download -}}
+- name: download
+  image: {{ include "tandem.image" . | quote }}
+  imagePullPolicy: {{ include "tandem.pullPolicy" . }}
+  command: [python, -c, {{ .root.Files.Get "files/download.py" | toJson }}]
+  env:
+    - {name: REPOSITORY, value: {{ $download.repository | quote }}}
+    - {name: REVISION, value: {{ $download.revision | quote }}}
+    - {name: FOLDER, value: /models/{{ .root.Values.model.name }}}
+    - {name: WITHOUT_WEIGHTS, value: {{ and (eq .role "proxy") (not $download.claimName) (not (hasSuffix ".gguf" .root.Values.model.file)) | ternary "1" "" | quote }}}
+    - {name: HF_HOME, value: /tmp/huggingface}
+    {{- with $download.endpoint }}
+    - {name: HF_ENDPOINT, value: {{ . | quote }}}
+    {{- end }}
+    {{- if $download.tokenSecret.name }}
+    - {name: HF_TOKEN, valueFrom: {secretKeyRef: {{ toJson $download.tokenSecret }}}}
+    {{- end }}
+  securityContext:
+    {{- toYaml .root.Values.containerSecurityContext | nindent 4 }}
+  resources:
+    {{- toYaml $download.resources | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - name: model
+      mountPath: /models/{{ .root.Values.model.name }}
+      {{- if $download.claimName }}
+      subPath: {{ .root.Values.model.name | quote }}
+      {{- end }}
+{{- end }}

@@ -1,0 +1,241 @@
+"""What the chart promises: names, selectors, rights, secrets, settings, scaling."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helm.chart_schema import FILE, OWNED_BY_CHART, SETTINGS, text
+from tests.k8s.chart import CHART, HelmFailure, Manifest, container, find, names, render, variables
+from tests.k8s.tools import Tools
+from tests.k8s.value_sets import EVERYTHING
+
+FIRST_CHART = Path(__file__).parent / "data" / "tandem-0.1.0.tgz"
+ROLES = ("proxy", "prompt", "completion")
+DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+def workloads(manifests: list[Manifest]) -> list[Manifest]:
+    return [manifest for manifest in manifests if manifest["kind"] in ("Deployment", "StatefulSet")]
+
+
+def selectors(manifests: list[Manifest]) -> dict[str, Any]:
+    return {
+        f"{m['kind']}/{m['metadata']['name']}": m["spec"]["selector"]
+        for m in manifests
+        if m["kind"] in ("Deployment", "Service")
+    }
+
+
+def test_the_committed_schema_is_what_the_settings_say() -> None:
+    assert FILE.read_text() == text(), "run: make chart-schema"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_setting_is_a_value_or_the_charts_own(role: str) -> None:
+    schema = json.loads(FILE.read_text())
+    allowed = set(schema["properties"][role]["properties"]["settings"]["properties"])
+    assert allowed == set(SETTINGS[role].model_fields) - OWNED_BY_CHART
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_variable_of_a_pod_is_one_that_its_process_knows(tools: Tools, role: str) -> None:
+    deployment = find(render(tools, values=EVERYTHING), "Deployment", f"rel-tandem-{role}")
+    prefix = f"TANDEM_{role.upper()}_"
+    known = {(prefix + name).upper() for name in SETTINGS[role].model_fields}
+    given = [entry["name"] for entry in container(deployment)["env"]]
+    assert {name for name in given if name.startswith("TANDEM_")} <= known
+    assert len(given) == len(set(given))
+
+
+def test_a_setting_reaches_its_process_as_its_flag_would(tools: Tools) -> None:
+    settings = {"kv_bytes": 1073741824, "lease_s": 0.5, "overlap": True, "transport": "zmq"}
+    manifests = render(tools, values={"prompt.settings": settings})
+    given = variables(find(manifests, "Deployment", "rel-tandem-prompt"))
+    assert {name: given[f"TANDEM_PROMPT_{name.upper()}"] for name in settings} == {
+        "kv_bytes": "1073741824",
+        "lease_s": "0.5",
+        "overlap": "true",
+        "transport": "zmq",
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        (
+            {"prompt.autoscaling.hpa.enabled": True, "prompt.autoscaling.keda.enabled": True},
+            "/prompt/autoscaling",
+        ),
+        ({"prompt.settings": {"kv_byte": 1}}, "'kv_byte' not allowed"),
+        ({"prompt.settings": {"kv_bytes": 0}}, "/prompt/settings/kv_bytes"),
+        ({"prompt.settings": {"transport": "carrier-pigeon"}}, "/prompt/settings/transport"),
+        ({"completion.settings": {"service_token": "secret"}}, "'service_token' not allowed"),
+        ({"completion.nodesPerEngine": 2}, "/completion/nodesPerEngine"),
+        ({"model.source": "pvc"}, "/model"),
+        ({"model.name": "other"}, "/model"),
+        ({"rdma.resource": "nvidia.com/gpu"}, "/rdma/resource"),
+        ({"prompt.replicas": -1}, "/prompt/replicas"),
+        ({"promt": {}}, "'promt' not allowed"),
+        ({"ingress.enabled": True}, "/ingress"),
+        ({"monitoring.podMonitor.enabled": True, "monitoring.serviceMonitor.enabled": True}, "/monitoring"),
+        ({"prompt.extraEnv": [{"name": "TANDEM_PROMPT_PORT", "value": "1"}]}, "prompt.settings"),
+        (
+            {
+                "prompt.autoscaling.hpa.enabled": True,
+                "prompt.autoscaling.targets.queuedPromptTokens": None,
+            },
+            "prompt.autoscaling.targets",
+        ),
+    ],
+)
+def test_wrong_values_are_refused_by_name(tools: Tools, values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(HelmFailure, match=re.escape(complaint)):
+        render(tools, values=values)
+
+
+def test_an_image_volume_is_refused_where_kubernetes_has_none(tools: Tools) -> None:
+    image = {"source": "image", "name": "m", "image": {"reference": "r"}}
+    with pytest.raises(HelmFailure, match=r"1\.31 or newer"):
+        render(tools, values={"model": image}, kubernetes="1.30")
+
+
+@pytest.mark.parametrize("release", ["rel", "a.b", "1st", "x" * 53, "tandem", "my.long.name-" + "y" * 40])
+def test_names_are_those_of_services_and_labels(tools: Tools, release: str) -> None:
+    for kind, name in names(render(tools, release)):
+        assert DNS_LABEL.fullmatch(name), (kind, name)
+
+
+def test_names_of_two_releases_in_one_namespace_never_meet(tools: Tools) -> None:
+    releases = ["a.b", "a-b", "x" * 53, "x" * 52, "tandem", "tandem-tandem"]
+    seen = [name for release in releases for name in names(render(tools, release))]
+    assert len(seen) == len(set(seen))
+
+
+def test_selectors_of_two_releases_in_one_namespace_find_their_own_pods_only(tools: Tools) -> None:
+    first, second = (render(tools, release) for release in ("one", "two"))
+    pods = [m["spec"]["template"]["metadata"]["labels"] for m in workloads(second)]
+    for selector in selectors(first).values():
+        wanted = selector.get("matchLabels", selector)
+        assert not any(wanted.items() <= labels.items() for labels in pods)
+
+
+def test_one_release_name_in_two_namespaces_stays_in_its_own(tools: Tools) -> None:
+    first, second = (render(tools, namespace=namespace) for namespace in ("one", "two"))
+    assert selectors(first) == selectors(second)
+    assert "two" not in yaml.safe_dump_all(first)
+    (subject,) = find(second, "RoleBinding", "rel-tandem-proxy")["subjects"]
+    assert subject["namespace"] == "two"
+
+
+def test_an_upgrade_from_the_first_chart_keeps_every_selector(tools: Tools) -> None:
+    assert CHART != FIRST_CHART
+    for release in ("rel", "a.b", "x" * 53):
+        assert selectors(render(tools, release)) == selectors(render(tools, release, chart=FIRST_CHART))
+
+
+def test_the_proxy_may_look_up_endpoint_slices_and_nothing_else(tools: Tools) -> None:
+    manifests = render(tools)
+    rights = [(m["kind"], m.get("rules")) for m in manifests if m["kind"] in ("Role", "ClusterRole")]
+    slices = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"]}
+    assert rights == [("Role", [{**slices, "verbs": ["get", "list", "watch"]}])]
+    tokens = {
+        m["metadata"]["name"]: m["spec"]["template"]["spec"]["automountServiceAccountToken"]
+        for m in workloads(manifests)
+    }
+    assert tokens == {"rel-tandem-proxy": True, "rel-tandem-prompt": False, "rel-tandem-completion": False}
+
+
+@pytest.mark.parametrize("discovery", ["static", "dns"])
+def test_without_the_api_there_are_no_rights(tools: Tools, discovery: str) -> None:
+    manifests = render(tools, values={"proxy.discovery": discovery})
+    assert not {"Role", "RoleBinding"} & {kind for kind, _ in names(manifests)}
+    urls = variables(find(manifests, "Deployment", "rel-tandem-proxy"))
+    assert urls["TANDEM_PROXY_PROMPT_URL"] == "http://rel-tandem-prompt.default.svc:7001"
+
+
+def test_pods_are_nobody_without_privilege_also_with_rdma(tools: Tools) -> None:
+    for deployment in workloads(render(tools, values={"rdma.enabled": True})):
+        pod, security = deployment["spec"]["template"]["spec"], container(deployment)["securityContext"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["allowPrivilegeEscalation"] is False
+        assert "privileged" not in security
+        is_engine = not deployment["metadata"]["name"].endswith("proxy")
+        assert security["capabilities"] == {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if is_engine else {})}
+        limits = container(deployment)["resources"]["limits"]
+        assert limits.get("rdma/hca") == ("1" if is_engine else None)
+
+
+def test_who_is_scaled_has_no_replicas_of_its_own(tools: Tools) -> None:
+    manifests = render(
+        tools, values={"prompt.autoscaling.hpa.enabled": True, "completion.autoscaling.keda.enabled": True}
+    )
+    replicas = {m["metadata"]["name"]: m["spec"].get("replicas") for m in workloads(manifests)}
+    assert replicas == {"rel-tandem-proxy": 1, "rel-tandem-prompt": None, "rel-tandem-completion": None}
+    assert find(manifests, "HorizontalPodAutoscaler", "rel-tandem-prompt")
+    assert find(manifests, "ScaledObject", "rel-tandem-completion")
+
+
+def test_a_pod_has_time_for_its_drain(tools: Tools) -> None:
+    values = {"completion.settings": {"grace_s": 120.5}, "completion.preStopSeconds": 4}
+    deployment = find(render(tools, values=values), "Deployment", "rel-tandem-completion")
+    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 4 + 121 + 10
+
+
+def test_a_changed_setting_rolls_its_own_role_only(tools: Tools) -> None:
+    before, after = render(tools), render(tools, values={"prompt.settings": {"block_size": 16}})
+    rolled = [
+        m["metadata"]["name"]
+        for m, other in zip(workloads(before), workloads(after), strict=True)
+        if m["spec"]["template"] != other["spec"]["template"]
+    ]
+    assert rolled == ["rel-tandem-prompt"]
+
+
+def test_secrets_are_named_and_never_written(tools: Tools) -> None:
+    manifests = render(tools, values={**EVERYTHING, "serviceToken.existingSecret": "token"})
+    assert "Secret" not in {kind for kind, _ in names(manifests)}
+    proxy = find(manifests, "Deployment", "rel-tandem-proxy")
+    given = variables(proxy)
+    assert given["TANDEM_PROXY_API_KEYS_FILE"] == "/etc/tandem/api-keys/keys"
+    assert given["TANDEM_PROXY_SERVICE_TOKEN_FILE"] == "/etc/tandem/service-token/token"
+    mounted = {volume["secret"]["secretName"] for volume in _volumes(proxy) if "secret" in volume}
+    assert mounted == {"keys", "token"}
+
+
+def test_every_pod_reads_the_model_from_where_clients_name_it(tools: Tools) -> None:
+    download = {"source": "download", "name": "qwen3-8b", "download": {"repository": "Qwen/Qwen3-8B"}}
+    for deployment in workloads(render(tools, values={"model": download})):
+        given = variables(deployment)
+        (model,) = [value for name, value in given.items() if name.endswith("_MODEL")]
+        mounts = {m["name"]: m["mountPath"] for m in container(deployment)["volumeMounts"]}
+        assert model == mounts["model"] == "/models/qwen3-8b"
+
+
+def test_the_demo_values_fit_two_processors_and_four_gibibytes(tools: Tools) -> None:
+    manifests = render(tools, files=[CHART / "values-cpu-demo.yaml"])
+    pods = [*workloads(manifests), find(manifests, "Pod", "rel-tandem-test")]
+    limits = [container(pod)["resources"]["limits"] for pod in pods]
+    assert sum(_quantity(limit["cpu"]) for limit in limits) <= 2
+    assert sum(_quantity(limit["memory"]) for limit in limits) <= 4 * 2**30
+
+
+def test_probes_ask_what_the_processes_answer(tools: Tools) -> None:
+    for deployment in workloads(render(tools)):
+        spec = container(deployment)
+        paths = {name: spec[name]["httpGet"]["path"] for name in ("readinessProbe", "livenessProbe")}
+        assert paths == {"readinessProbe": "/health/ready", "livenessProbe": "/health/live"}
+        assert spec["livenessProbe"]["periodSeconds"] * spec["livenessProbe"]["failureThreshold"] >= 60
+
+
+def _volumes(deployment: Manifest) -> list[Manifest]:
+    return list(deployment["spec"]["template"]["spec"]["volumes"])
+
+
+def _quantity(text: object) -> float:
+    number, unit = re.fullmatch(r"([0-9.]+)(m|Mi|Gi)?", str(text)).groups()  # type: ignore[union-attr]
+    return float(number) * {None: 1, "m": 0.001, "Mi": 2**20, "Gi": 2**30}[unit]
