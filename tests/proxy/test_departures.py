@@ -9,9 +9,10 @@ import pytest
 
 from proxy.departures import Departures, to_move
 from proxy.engines import Engine, EngineStart
-from tests.proxy.builders import Stack, stack, until
-from tests.proxy.mock_engines import Call, MockEngine
+from tests.proxy.builders import Stack, ids, stack, until
+from tests.proxy.mock_engines import Call, MockEngine, token
 from tests.proxy.test_migration import TEXT, TOKENS, Generating, streamed, whole
+from wire.services import PromptChoice
 
 ENGINE = Engine(url="http://a", role="completion")
 
@@ -155,3 +156,49 @@ async def test_a_draining_engine_gets_nothing_new_from_the_moment_its_link_says_
         for _ in range(4):
             assert (await running.complete()).status_code == 200
         assert len(first.calls) == num_before
+
+
+async def test_every_choice_leaves_by_itself_with_its_own_seed() -> None:
+    texts = ["abcdefgh", "ijklmnop", "qrstuvwx"]
+    seeds: list[int] = []
+    moved: list[tuple[int, int]] = []
+
+    def of(call: Call) -> tuple[int, int]:
+        """The choice that a request of its own goes on with, and where."""
+        request = call.completion_request
+        return seeds.index(request.sampling.seed), request.num_replayed_tokens
+
+    async def prompt(call: Call) -> None:
+        request = call.completion_request
+        if request.num_completions == 3:
+            seeds.extend(request.sampling.of_choice(choice).seed for choice in range(3))
+            await call.first_tokens(*(PromptChoice(token=token(0, ids(text)[0])) for text in texts))
+            return
+        choice, index = of(call)
+        moved.append((choice, index))
+        await call.first_tokens(PromptChoice(token=token(index, ids(texts[choice])[index])))
+
+    async def completion(call: Call) -> None:
+        await call.accept()
+        if call.completion_request.num_completions == 3:
+            for index in range(1, 8):
+                for choice in (0, 1, 2):
+                    await call.tokens(index, ids(texts[choice])[index : index + 1], choice=choice)
+                if index == 2:
+                    (engine,) = (engine for engine in running.engines if call in engine.calls)
+                    await engine.drain(grace_s=0.5)
+                await asyncio.sleep(0.15)
+            return
+        choice, index = of(call)
+        await call.tokens(index + 1, ids(texts[choice])[index + 1 :], finish_reason="length")
+        await call.end()
+
+    engines = [MockEngine("prompt", prompt)]
+    engines += [MockEngine("completion", completion, has_link=True) for _ in range(2)]
+    async with stack(*engines, max_migrations=0) as running:
+        response = await running.complete(n=3, max_tokens=8)
+    assert [choice["text"] for choice in response.json()["choices"]] == texts
+    assert sorted(choice for choice, _ in moved) == [0, 1, 2]
+    assert all(index > 2 for _, index in moved)
+    assert response.headers["x-tandem-migrations"] == "3"
+    assert response.json()["usage"]["completion_tokens"] == 24
