@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 NODE_STAMP := tests/node/node_modules/.setup-done
 
-.PHONY: setup serve test chart-schema check bench soak chaos leave screenshots format clean
+.PHONY: setup serve test chart-schema check bench soak chaos cluster leave screenshots format clean
 
 setup: $(STAMP)
 
@@ -62,6 +62,10 @@ soak: setup
 # Every process of a stack fails in every way, under 32 streams each time.
 chaos: setup
 	$(BIN)/python -m pytest --timeout 0 -m chaos tests/chaos tests/kv_transfer $(ARGS)
+
+# Everything on a real Kubernetes control plane, the control without drains included; see TANDEM_K8S_BINARIES.
+cluster: setup
+	$(BIN)/python -m pytest --timeout 0 -m cluster tests/k8s $(ARGS)
 
 # The web page for the documents; needs chromium, as tests/browser does.
 screenshots: setup

@@ -1,0 +1,116 @@
+"""Clients that keep streaming while something happens, and what became of every stream."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+MODEL = "smollm2-135m-instruct"
+READ_TIMEOUT_S = 120.0
+
+
+class StreamFailed(Exception):
+    """A stream that did not end as one should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A greedy completion that goes on to its last token."""
+
+    prompt: str
+    num_tokens: int
+
+
+def stream_text(client: httpx.Client, url: str, ask: Ask) -> str:
+    """The whole text; `StreamFailed` for anything but a clean end."""
+    body = {
+        "model": MODEL,
+        "prompt": ask.prompt,
+        "max_tokens": ask.num_tokens,
+        "min_tokens": ask.num_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+    text, finish_reason, is_done = "", None, False
+    with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise StreamFailed(f"HTTP {answer.status_code}: {answer.read()[:300]!r}")
+        for line in answer.iter_lines():
+            if line == "data: [DONE]":
+                is_done = True
+            elif line.startswith("data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise StreamFailed(str(event["error"]))
+                for choice in event["choices"]:
+                    text += choice["text"]
+                    finish_reason = choice["finish_reason"] or finish_reason
+    if not is_done or finish_reason != "length":
+        raise StreamFailed(f"ended with {finish_reason}, done: {is_done}, after {len(text)} characters")
+    return text
+
+
+@dataclass
+class Load:
+    """What has become of the streams so far; `expected` are the texts of undisturbed ones."""
+
+    url: str
+    asks: Sequence[Ask]
+    expected: dict[Ask, str]
+    num_ok: int = 0
+    failures: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def work(self, ask: Ask) -> None:
+        with httpx.Client(timeout=READ_TIMEOUT_S, trust_env=False) as client:
+            while not self._stopping.is_set():
+                self._one(client, ask)
+
+    def _one(self, client: httpx.Client, ask: Ask) -> None:
+        try:
+            text = stream_text(client, self.url, ask)
+        except (httpx.HTTPError, StreamFailed) as error:
+            with self._lock:
+                self.failures.append(f"{time.strftime('%H:%M:%S')} {error!r}")
+            self._stopping.wait(0.2)
+            return
+        with self._lock:
+            if text == self.expected.get(ask, text):
+                self.num_ok += 1
+            else:
+                self.changed.append(f"{self.expected[ask]!r} became {text!r}")
+
+    def stop(self) -> None:
+        """Streams that are open end first."""
+        self._stopping.set()
+
+    def assert_unharmed(self) -> None:
+        assert self.failures == []
+        assert self.changed == []
+        assert self.num_ok > 0
+
+
+@contextmanager
+def running_load(url: str, asks: Sequence[Ask], expected: dict[Ask, str] | None = None) -> Iterator[Load]:
+    """One client for each ask, again and again; all have ended when the context has."""
+    load = Load(url, asks, expected or {})
+    threads = [threading.Thread(target=load.work, args=(ask,), daemon=True) for ask in asks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        load.stop()
+        for thread in threads:
+            thread.join(READ_TIMEOUT_S)
+
+
+def undisturbed(url: str, asks: Sequence[Ask]) -> dict[Ask, str]:
+    with httpx.Client(timeout=READ_TIMEOUT_S, trust_env=False) as client:
+        return {ask: stream_text(client, url, ask) for ask in asks}

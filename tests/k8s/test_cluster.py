@@ -1,0 +1,281 @@
+"""The chart on a real control plane, with real Tandem processes as pods: what happens to users' streams."""
+
+import time
+from collections.abc import Iterator
+from http.client import HTTPException
+
+import httpx
+import pytest
+
+from tests.k8s.cluster.api import ApiFailure, Json
+from tests.k8s.cluster.conditions import ClusterImpossible, cluster_programs, say_loudly
+from tests.k8s.cluster.control_plane import eventually
+from tests.k8s.cluster.load import Ask, running_load, undisturbed
+from tests.k8s.cluster.network import NodeNetwork
+from tests.k8s.cluster.running import CHART, NAMESPACE, RELEASE, Cluster
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default:NO KUBERNETES CONTROL PLANE"),
+]
+
+PROXY, PROMPT, COMPLETION = (f"{RELEASE}-{role}" for role in ("proxy", "prompt", "completion"))
+DEMO_VALUES = CHART / "values-cpu-demo.yaml"
+VALUES = {
+    "proxy.discovery": "kubernetes",
+    "proxy.preStopSeconds": 1,
+    "prompt.preStopSeconds": 1,
+    "completion.preStopSeconds": 1,
+    "prompt.probes.readinessPeriodSeconds": 1,
+    "completion.probes.readinessPeriodSeconds": 1,
+    "prompt.settings.grace_s": 20,
+    "completion.settings.grace_s": 20,
+}
+"""The demo's, with less waiting."""
+ASKS = [Ask(f"{number} facts about the sea:\n1.", 64) for number in ("Ten", "Nine", "Eight")]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A control plane, a node and the chart with the demo's values, installed once for all tests here."""
+    try:
+        binaries, tools = cluster_programs()
+    except ClusterImpossible as error:
+        pytest.skip(say_loudly(str(error)))
+    with NodeNetwork() as network, network.entered():
+        cluster = Cluster(binaries, tools)
+        try:
+            cluster.start()
+            cluster.apply_chart("install", [DEMO_VALUES], VALUES)
+            yield cluster
+        finally:
+            cluster.close()
+
+
+@pytest.fixture(scope="module")
+def url(cluster: Cluster) -> str:
+    """Of the proxy's Service."""
+    return cluster.service_url(PROXY)
+
+
+@pytest.fixture(scope="module")
+def expected(url: str) -> dict[Ask, str]:
+    """What streams say while nothing happens."""
+    return undisturbed(url, ASKS)
+
+
+def proxy_state(url: str) -> Json:
+    state: Json = httpx.get(f"{url}/health/ready", timeout=10.0, trust_env=False).json()
+    return state
+
+
+def engine_urls(url: str) -> set[str]:
+    return {engine["url"] for engine in proxy_state(url)["engines"] if engine["ready"]}
+
+
+def pod_urls(cluster: Cluster, role: str, port: int) -> set[str]:
+    return {f"http://{pod['status']['podIP']}:{port}" for pod in cluster.ready_pods(role)}
+
+
+def all_engines(cluster: Cluster) -> set[str]:
+    return pod_urls(cluster, "prompt", 7001) | pod_urls(cluster, "completion", 7002)
+
+
+def test_an_installed_release_passes_its_own_test_and_streams(cluster: Cluster, url: str) -> None:
+    cluster.helm("test", RELEASE, "--timeout=120s")
+    assert "completed:" in cluster.logs(f"{RELEASE}-test")
+    assert (
+        "Paris" in undisturbed(url, [Ask("The capital of France is", 8)])[Ask("The capital of France is", 8)]
+    )
+    assert engine_urls(url) == all_engines(cluster)
+
+
+def test_pods_stay_within_their_memory(cluster: Cluster) -> None:
+    """The demo's limits add up to less than 4 GiB, and no pod comes near its own."""
+    limits = {"proxy": 640, "prompt": 1600, "completion": 1600}
+    used = {role: cluster.memory_mib(role) for role in limits}
+    assert sum(limits.values()) < 4096
+    assert all(used[role] < limits[role] for role in limits), used
+
+
+def may(
+    cluster: Cluster, account: str, verb: str, resource: str, group: str = "", namespace: str = NAMESPACE
+) -> bool:
+    attributes = {"namespace": namespace, "verb": verb, "resource": resource, "group": group}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {"user": f"system:serviceaccount:{NAMESPACE}:{account}", "resourceAttributes": attributes},
+    }
+    path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+    return bool(cluster.api.create(path, review)["status"]["allowed"])
+
+
+def test_the_proxy_may_look_at_endpoint_slices_of_its_namespace_and_nothing_else(cluster: Cluster) -> None:
+    group = "discovery.k8s.io"
+    for verb in ("get", "list", "watch"):
+        assert may(cluster, PROXY, verb, "endpointslices", group)
+        assert not may(cluster, PROXY, verb, "endpointslices", group, namespace="kube-system")
+        for resource in ("secrets", "pods", "services", "endpoints", "configmaps"):
+            assert not may(cluster, PROXY, verb, resource)
+        for account in (PROMPT, COMPLETION):
+            assert not may(cluster, account, verb, "endpointslices", group)
+    for verb in ("create", "update", "patch", "delete", "deletecollection"):
+        assert not may(cluster, PROXY, verb, "endpointslices", group)
+        assert not may(cluster, PROXY, verb, "pods")
+
+
+def test_the_only_completion_pod_is_not_evicted(cluster: Cluster) -> None:
+    (pod,) = cluster.ready_pods("completion")
+    name = pod["metadata"]["name"]
+    eviction = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": name}}
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}/eviction"
+
+    def is_refused_by_the_budget() -> bool:
+        with pytest.raises(ApiFailure) as refused:
+            cluster.api.create(path, eviction)
+        assert refused.value.status == 429
+        return b"disruption budget" in refused.value.body
+
+    eventually(is_refused_by_the_budget, "the eviction is refused by the disruption budget", 20.0)
+    assert [each["metadata"]["name"] for each in cluster.ready_pods("completion")] == [name]
+
+
+def test_streams_go_on_and_engines_stay_known_while_the_api_server_is_gone(
+    cluster: Cluster, url: str, expected: dict[Ask, str]
+) -> None:
+    known = engine_urls(url)
+    with running_load(url, ASKS, expected) as load:
+        cluster.plane.stop_api_server()
+        time.sleep(10.0)
+        assert engine_urls(url) == known
+        cluster.plane.start_api_server()
+        wait_until_new_pod_is_known(cluster, url)
+    load.assert_unharmed()
+
+
+def wait_until_new_pod_is_known(cluster: Cluster, url: str) -> None:
+    """After the API server is back: a second prompt engine is found, and leaves again."""
+    scale(cluster, PROMPT, 2)
+    eventually(lambda: len(cluster.ready_pods("prompt")) == 2, "a second prompt pod is ready", 120.0)
+    eventually(lambda: engine_urls(url) == all_engines(cluster), "the proxy knows it", 20.0)
+    scale(cluster, PROMPT, 1)
+    eventually(lambda: len(cluster.pods("prompt")) == 1, "one prompt pod is left", 60.0)
+    eventually(lambda: engine_urls(url) == all_engines(cluster), "the proxy knows that, too", 20.0)
+
+
+def scale(cluster: Cluster, deployment: str, replicas: int) -> None:
+    """As soon as the API server takes it."""
+    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{deployment}"
+
+    def is_scaled() -> bool:
+        try:
+            cluster.api.patch(path, {"spec": {"replicas": replicas}})
+        except (OSError, HTTPException, ApiFailure):
+            return False
+        return True
+
+    eventually(is_scaled, f"{deployment} has {replicas} replicas", 30.0)
+
+
+def upgrade(cluster: Cluster, revision: str, **values: object) -> None:
+    """A rolling upgrade of both roles."""
+    changed = {f"{role}.podAnnotations": {"revision": revision} for role in ("prompt", "completion")}
+    cluster.apply_chart("upgrade", [DEMO_VALUES], {**VALUES, **changed, **values})
+
+
+def names(cluster: Cluster) -> set[str]:
+    return {pod["metadata"]["name"] for role in ("prompt", "completion") for pod in cluster.ready_pods(role)}
+
+
+def test_a_rolling_upgrade_of_both_roles_harms_no_stream(
+    cluster: Cluster, url: str, expected: dict[Ask, str]
+) -> None:
+    before = names(cluster)
+    with running_load(url, ASKS, expected) as load:
+        upgrade(cluster, "2")
+        eventually(lambda: len(cluster.all_pods("completion")) == 1, "the old engines have left", 60.0)
+        time.sleep(2.0)
+    assert not before & names(cluster)
+    load.assert_unharmed()
+    assert "killed after" not in cluster.kubelet_log()
+
+
+def test_an_engine_at_the_address_of_one_that_left_is_another_engine(
+    cluster: Cluster, url: str, expected: dict[Ask, str]
+) -> None:
+    scale(cluster, COMPLETION, 2)
+    eventually(lambda: len(cluster.ready_pods("completion")) == 2, "2 completion pods are ready", 120.0)
+    before = engines_by_address(cluster)
+    with running_load(url, ASKS, expected) as load:
+        scale(cluster, COMPLETION, 1)
+        eventually(lambda: len(cluster.all_pods("completion")) == 1, "one has left", 60.0)
+        scale(cluster, COMPLETION, 2)
+        eventually(lambda: len(cluster.ready_pods("completion")) == 2, "another has come", 120.0)
+        eventually(lambda: engine_urls(url) == all_engines(cluster), "the proxy knows it", 20.0)
+        after = engines_by_address(cluster)
+    assert before.keys() == after.keys()
+    assert len(before.items() - after.items()) == 1
+    load.assert_unharmed()
+    scale(cluster, COMPLETION, 1)
+    eventually(lambda: len(cluster.all_pods("completion")) == 1, "one is left", 60.0)
+
+
+def engines_by_address(cluster: Cluster) -> dict[str, str]:
+    """Who says at each completion pod's address to be there."""
+    infos = {
+        url: httpx.get(f"{url}/info", trust_env=False).json() for url in pod_urls(cluster, "completion", 7002)
+    }
+    return {url: info["engine_id"] for url, info in infos.items()}
+
+
+def test_the_prompt_role_scales_under_load_and_back_while_completion_stays(
+    cluster: Cluster, url: str, expected: dict[Ask, str]
+) -> None:
+    quick = {"scaleDown": {"stabilizationWindowSeconds": 5}}
+    values: dict[str, object] = {
+        f"{role}.autoscaling": {
+            "hpa": {"enabled": True},
+            "minReplicas": 1,
+            "maxReplicas": 3,
+            "behavior": quick,
+        }
+        for role in ("prompt", "completion")
+    }
+    values["prompt.autoscaling.targets.queuedPromptTokens"] = 200
+    upgrade(cluster, "2", **values)
+    most = {"prompt": 0, "completion": 0}
+
+    def count() -> dict[str, int]:
+        now = {role: len(cluster.ready_pods(role)) for role in most}
+        for role, num_ready in now.items():
+            most[role] = max(most[role], num_ready)
+        return now
+
+    long_prompts = [Ask(f"{number}. " + "The sea is deep and wide. " * 80, 2) for number in range(6)]
+    with running_load(url, ASKS[:1], expected) as streams:
+        with running_load(url, long_prompts) as prompts:
+            eventually(lambda: count()["prompt"] == 3, f"3 prompt pods, now {most}", 180.0)
+        eventually(lambda: count()["prompt"] == 1, "1 prompt pod again", 120.0)
+    assert most == {"prompt": 3, "completion": 1}
+    streams.assert_unharmed()
+    prompts.assert_unharmed()
+
+
+@pytest.mark.chaos
+def test_without_drains_and_migrations_the_same_upgrade_breaks_streams(
+    cluster: Cluster, url: str, expected: dict[Ask, str]
+) -> None:
+    """The control: streams that nothing could break would prove nothing."""
+    careless = {
+        "proxy.settings.max_migrations": 0,
+        **{f"{role}.preStopSeconds": 0 for role in ("prompt", "completion")},
+        **{f"{role}.settings.grace_s": 0 for role in ("prompt", "completion")},
+    }
+    upgrade(cluster, "3", **careless)
+    with running_load(url, ASKS, expected) as load:
+        upgrade(cluster, "4", **careless)
+        eventually(lambda: len(cluster.all_pods("completion")) == 1, "the old engines have left", 60.0)
+    assert load.failures
