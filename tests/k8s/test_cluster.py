@@ -17,6 +17,7 @@ from tests.k8s.cluster.running import CHART, NAMESPACE, RELEASE, Cluster
 pytestmark = [
     pytest.mark.system,
     pytest.mark.cluster,
+    pytest.mark.chaos,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("default:NO KUBERNETES CONTROL PLANE"),
 ]
@@ -24,7 +25,6 @@ pytestmark = [
 PROXY, PROMPT, COMPLETION = (f"{RELEASE}-{role}" for role in ("proxy", "prompt", "completion"))
 DEMO_VALUES = CHART / "values-cpu-demo.yaml"
 VALUES = {
-    "proxy.discovery": "kubernetes",
     "proxy.preStopSeconds": 1,
     "prompt.preStopSeconds": 1,
     "completion.preStopSeconds": 1,
@@ -231,7 +231,7 @@ def engines_by_address(cluster: Cluster) -> dict[str, str]:
     return {url: info["engine_id"] for url, info in infos.items()}
 
 
-def test_the_prompt_role_scales_under_load_and_back_while_completion_stays(
+def test_the_prompt_role_grows_under_load_and_shrinks_again_while_completion_stays(
     cluster: Cluster, url: str, expected: dict[Ask, str]
 ) -> None:
     quick = {"scaleDown": {"stabilizationWindowSeconds": 5}}
@@ -245,6 +245,7 @@ def test_the_prompt_role_scales_under_load_and_back_while_completion_stays(
         for role in ("prompt", "completion")
     }
     values["prompt.autoscaling.targets.queuedPromptTokens"] = 200
+    values["prompt.settings.prefix_cache"] = False  # the same prompts come again and again
     upgrade(cluster, "2", **values)
     most = {"prompt": 0, "completion": 0}
 
@@ -254,7 +255,7 @@ def test_the_prompt_role_scales_under_load_and_back_while_completion_stays(
             most[role] = max(most[role], num_ready)
         return now
 
-    long_prompts = [Ask(f"{number}. " + "The sea is deep and wide. " * 80, 2) for number in range(6)]
+    long_prompts = [Ask(f"{number}. " + "The sea is deep and wide. " * 80, 1) for number in range(6)]
     with running_load(url, ASKS[:1], expected) as streams:
         with running_load(url, long_prompts) as prompts:
             eventually(lambda: count()["prompt"] == 3, f"3 prompt pods, now {most}", 180.0)
