@@ -12,7 +12,7 @@ KERNELS = Extension(
     sources=["engine/native/src/kernels.cpp"],
     depends=[
         f"engine/native/src/{name}.h"
-        for name in ("attention", "decoder", "glue", "linear", "panels", "simd", "team")
+        for name in ("attention", "decoder", "glue", "groups", "linear", "panels", "simd", "team")
     ],
     language="c++",
     # The processor is asked before the library is loaded (engine/native/library.py).

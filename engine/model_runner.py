@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from engine.config import KernelChoice
-from engine.errors import ModelNotSupportedError
+from engine.errors import ModelNotSupportedError, WeightFormatError
 from engine.kv_pool import KVLayout, KVPool
 from engine.model.attention import TorchAttention
 from engine.model.interface import AttentionBackend, DecoderModel, StepInputs
@@ -135,6 +135,8 @@ def load_model_runner(
     config = files.config()
     checked_format = check_weight_format(weight_format)
     library = choose_library(kernels, config)
+    if checked_format == "q4" and library is None:
+        raise WeightFormatError("--dtype q4 needs the native kernels, and torch computes this model")
     if config.architecture == "transformers":
         if find_spec("transformers") is None:
             raise ModelNotSupportedError(

@@ -56,7 +56,10 @@ class StackSettings(ProcessSettings):
         "smollm2-135m-instruct",
         description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
     )
-    dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
+    dtype: Dtype = Field(
+        "fp16w",
+        description="fp16w: half-precision weights; fp32: exact; q4: the exact weights of a 4-bit checkpoint",
+    )
     kernels: KernelChoice = Field(
         "auto",
         description="native: compiled at install; torch; auto: native where it is built and can be used",

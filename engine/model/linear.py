@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from engine.errors import WeightFormatError
 
-WeightFormat = Literal["fp16w", "fp32"]
+WeightFormat = Literal["fp16w", "fp32", "q4"]
 _LARGEST_FLOAT16 = 65504.0
 
 

@@ -14,7 +14,7 @@ from model_files import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-_INTERFACE = 1
+_INTERFACE = 2
 _CAPABLE = ("AVX2", "AVX512")
 """Names of torch for processors that the kernels are compiled for."""
 MAX_HEAD_DIM = 256
@@ -102,7 +102,7 @@ class Library:
         self.packed_bytes = functions.tandem_packed_bytes
         self.packed_bytes.restype, self.packed_bytes.argtypes = c_int64, (c_int32, c_int64, c_int64)
         self.pack = functions.tandem_pack
-        self.pack.restype, self.pack.argtypes = None, (c_int32, c_void_p, c_int64, c_int64, c_void_p)
+        self.pack.restype, self.pack.argtypes = c_int32, (c_int32, c_void_p, c_int64, c_int64, c_void_p)
         self.linear = functions.tandem_linear
         self.linear.restype, self.linear.argtypes = None, (c_void_p, c_void_p, c_void_p, c_int32, c_void_p)
         self.attend = functions.tandem_attend

@@ -2,12 +2,13 @@
 
 import torch
 
+from engine.errors import WeightFormatError
 from engine.kv_pool import KVPool
 from engine.model.linear import Linear, WeightFormat
 from engine.model.loader import load_weights
 from engine.model_runner import Runner
 from engine.native.library import Library, Runtime
-from engine.native.linear import Arena, NativeLinear
+from engine.native.linear import Arena, NativeLinear, PanelFormat
 from engine.native.runner import NativeRunner
 from model_files import ModelFiles
 
@@ -23,8 +24,17 @@ def load_native_runner(
     """The model with packed weights; its steps have `num_threads` threads of their own, torch's None."""
     runtime, arena = Runtime(library, num_threads or torch.get_num_threads()), Arena()
 
+    made: list[NativeLinear] = []
+
     def make(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return NativeLinear(runtime, arena, weight, bias, weight_format)
+        linear = NativeLinear(runtime, arena, weight, bias, weight_format)
+        made.append(linear)
+        return linear
 
     weights = load_weights(files, make, max_positions=num_positions, num_threads=num_threads)
+    if weight_format == "q4" and all(linear.format is not PanelFormat.INT4 for linear in made):
+        raise WeightFormatError(
+            f"{files.name} has no weights of 4 bits in groups of 32, such as Q4_0 or Q4_1, and none are "
+            "made; start with --dtype fp16w"
+        )
     return NativeRunner(runtime, files.config(), weights, pool)

@@ -12,7 +12,7 @@ from wire.services import EngineRole
 
 Transport = Literal["auto", "nixl", "zmq"]
 NixlBackend = Literal["UCX", "LIBFABRIC"]
-Dtype = Literal["fp16w", "fp32"]
+Dtype = Literal["fp16w", "fp32", "q4"]
 
 
 SHARED_WITH_ENGINE = (
@@ -65,7 +65,10 @@ class EngineServiceSettings(ProcessSettings):
         "smollm2-135m-instruct",
         description="the embedded model's name, a directory in Hugging Face layout, or a GGUF file",
     )
-    dtype: Dtype = Field("fp16w", description="fp16w: packed half-precision weights; fp32: exact")
+    dtype: Dtype = Field(
+        "fp16w",
+        description="fp16w: half-precision weights; fp32: exact; q4: the exact weights of a 4-bit checkpoint",
+    )
     kernels: KernelChoice = Field(
         "auto",
         description="native: compiled at install; torch; auto: native where it is built and can be used",

@@ -17,7 +17,7 @@ from engine.model.linear import WeightFormat
 from engine.model_runner import Runner, load_model_runner
 from engine.native import library as native
 from engine.native.library import CShape, CStep, Runtime, load_library
-from engine.native.linear import Arena, NativeLinear
+from engine.native.linear import Arena, NativeLinear, PanelFormat
 from model_files import resolve_model
 from tests.engine.builders import StepOf, TestBatch, batch_of, save_tiny_model
 from tests.engine.native_build import require_kernels
@@ -61,6 +61,49 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(weight_format: We
     expected = torch.cat([alone(row[None]) for row in rows])
     for num_rows in (2, 3, 5, 6, 11, 12, 13, 64, 97, 120):
         assert together(rows[:num_rows]).equal(expected[:num_rows]), num_rows
+
+
+def grouped(num_outputs: int, num_inputs: int, *, codes: tuple[int, int], has_offset: bool) -> torch.Tensor:
+    """Weights as a checkpoint with groups of 32 gives them: codes from low up to high, float16 scales."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (num_outputs, num_inputs // 32)
+    values = torch.randint(*codes, (*shape, 32), generator=generator).float()
+    values[..., 0], values[..., -1] = codes[0], codes[1] - 1  # as quantisers do: the range is used
+    scales = (torch.randn(*shape, 1, generator=generator) * 0.01).half().float()
+    offsets = (torch.randn(*shape, 1, generator=generator) * 0.1).half().float() if has_offset else 0.0
+    return (values * scales + offsets).reshape(num_outputs, num_inputs)
+
+
+@pytest.mark.parametrize(
+    ("weight", "panel_format"),
+    [
+        (grouped(40, 96, codes=(0, 16), has_offset=True), PanelFormat.INT4),
+        (grouped(40, 96, codes=(-8, 8), has_offset=False), PanelFormat.INT4),
+        (grouped(40, 96, codes=(2, 11), has_offset=True), PanelFormat.INT4),
+        (grouped(40, 96, codes=(-127, 128), has_offset=False), PanelFormat.INT8),
+        (torch.zeros(40, 96), PanelFormat.INT4),
+        (random(40, 96), PanelFormat.FLOAT16),
+        (random(40, 80), PanelFormat.FLOAT16),
+    ],
+    ids=["Q4_1", "Q4_0", "part of the codes", "Q8_0", "zeros", "no groups", "no whole groups"],
+)
+def test_weights_in_groups_are_kept_as_they_were_stored(
+    weight: torch.Tensor, panel_format: PanelFormat
+) -> None:
+    runtime, rows = Runtime(load_library(), 2), random(30, weight.shape[1], seed=1)
+    packed, exact = (NativeLinear(runtime, Arena(), weight, None, name) for name in ("q4", "fp32"))
+    assert packed.format is panel_format
+    if panel_format is not PanelFormat.FLOAT16:
+        for num_rows in (1, 2, 3, 5, 12, 13, 30):
+            assert packed(rows[:num_rows]).equal(exact(rows[:num_rows])), num_rows
+
+
+def test_a_model_without_weights_in_groups_is_not_made_one(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "Llama")
+    with pytest.raises(WeightFormatError, match=r"none are made; start with --dtype fp16w"):
+        load(tmp_path, "native", "q4")
+    with pytest.raises(WeightFormatError, match="needs the native kernels"):
+        load(tmp_path, "torch", "q4")
 
 
 def test_a_weight_too_large_for_float16_names_the_option() -> None:

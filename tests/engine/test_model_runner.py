@@ -30,10 +30,10 @@ def files() -> ModelFiles:
 
 
 @pytest.fixture(
-    scope="module", params=[("fp32", "torch"), ("fp16w", "torch"), ("fp32", "native"), ("fp16w", "native")]
+    scope="module", params=["fp32 torch", "fp16w torch", "fp32 native", "fp16w native", "q4 native"]
 )
 def runner(files: ModelFiles, request: pytest.FixtureRequest) -> Runner:
-    weight_format, kernels = request.param
+    weight_format, kernels = request.param.split()
     if kernels == "native":
         require_kernels()
     return load_model_runner(
@@ -85,7 +85,7 @@ def test_the_reference_by_one_pass_agrees_with_generate(files: ModelFiles) -> No
 
 
 def test_unknown_weight_format_names_the_option(files: ModelFiles) -> None:
-    with pytest.raises(WeightFormatError, match=r"--dtype must be one of fp16w, fp32, got 'int3'"):
+    with pytest.raises(WeightFormatError, match=r"--dtype must be one of fp16w, fp32, q4, got 'int3'"):
         load_model_runner(files, weight_format="int3")
 
 

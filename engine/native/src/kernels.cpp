@@ -1,5 +1,6 @@
 // The C interface that engine/native/library.py loads.
 #include "decoder.h"
+#include "groups.h"
 
 #define TANDEM_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -7,7 +8,7 @@ using namespace tandem;
 
 namespace {
 
-constexpr int64_t kInterface = 1;
+constexpr int64_t kInterface = 2;
 
 struct Runtime {
   explicit Runtime(int num_threads) : team(num_threads) {}
@@ -30,9 +31,18 @@ TANDEM_EXPORT int64_t tandem_packed_bytes(int32_t format, int64_t num_outputs, i
   return num_panels(num_outputs) * panel_bytes(static_cast<Format>(format), num_inputs);
 }
 
-TANDEM_EXPORT void tandem_pack(int32_t format, const float *weights, int64_t num_outputs, int64_t num_inputs,
-                               void *panels) {
-  pack_floats(static_cast<Format>(format), weights, num_outputs, num_inputs, panels);
+// `panels` are zeros. 0 where the weights are not of this format: 4 and 8 bits are found again, not made.
+TANDEM_EXPORT int32_t tandem_pack(int32_t format, const float *weights, int64_t num_outputs,
+                                  int64_t num_inputs, void *panels) {
+  switch (static_cast<Format>(format)) {
+  case kInt4:
+    return pack_groups<Int4Group>(weights, num_outputs, num_inputs, find4, panels);
+  case kInt8:
+    return pack_groups<Int8Group>(weights, num_outputs, num_inputs, find8, panels);
+  default:
+    pack_floats(static_cast<Format>(format), weights, num_outputs, num_inputs, panels);
+    return 1;
+  }
 }
 
 TANDEM_EXPORT void tandem_linear(void *runtime, const Linear *linear, const float *inputs, int32_t num_rows,
