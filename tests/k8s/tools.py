@@ -49,11 +49,20 @@ def obtain_promtool() -> Path:
     with _alone():
         if not promtool.exists():
             with tempfile.TemporaryDirectory() as folder:
-                _run(["apt-get", "download", "-qq", "prometheus"], folder)
+                _download_debian_package("prometheus", folder)
                 package = next(Path(folder).glob("prometheus_*.deb"))
                 _run(["dpkg-deb", "--extract", str(package), folder], folder)
                 _write_program(promtool, (Path(folder) / "usr/bin/promtool").read_bytes())
     return promtool
+
+
+def _download_debian_package(name: str, folder: str) -> None:
+    command = ["apt-get", "download", "-qq", name]
+    try:
+        _run(command, folder)
+    except ToolsMissing:  # a fresh machine has no list of packages yet
+        _run(["apt-get", "update", "-qq"], folder)
+        _run(command, folder)
 
 
 def _run(command: list[str], folder: str) -> None:
