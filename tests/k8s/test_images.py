@@ -1,0 +1,36 @@
+"""The images have what their processes import."""
+
+import re
+import subprocess
+import sys
+import tomllib
+
+from tests.k8s.tools import REPOSITORY
+
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "xgrammar", "nixl_cu12", "transformers", "zmq", "safetensors", "rich"):
+    sys.modules[name] = None
+import proxy.main
+from proxy.settings import ProxySettings
+print(proxy.main._load_text_model(ProxySettings()).name)
+"""
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w.-]+", line)[0] for line in requirements if line and not line.startswith("#")}  # type: ignore[index]
+
+
+def test_the_proxys_requirements_are_some_of_the_packages_own() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = names((REPOSITORY / "docker" / "proxy-requirements.txt").read_text().splitlines())
+    known = names(project["dependencies"]) | names(project["optional-dependencies"]["kubernetes"])
+    assert wanted <= known
+    assert known - wanted == {"torch", "safetensors", "pyzmq", "rich", "xgrammar"}
+
+
+def test_the_proxy_starts_without_what_its_image_lacks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "smollm2-135m-instruct\n", done.stderr
