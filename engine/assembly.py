@@ -246,6 +246,7 @@ def build_ends(
     settings = TransferSettings(
         lease_s=config.lease_s,
         advertise_host=config.control_advertise_host,
+        allowed_networks=tuple(config.control_allow.split(",")) if config.control_allow else (),
         require_rdma=config.require_rdma,
         verify_kv=config.verify_kv,
         min_self_test_bytes_per_s=config.min_self_test_rate,

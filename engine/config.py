@@ -81,6 +81,8 @@ class EngineConfig:
     """Bytes per second; a completion engine warns of a prompt engine that it reads from more slowly."""
     control_bind: str = "tcp://127.0.0.1:0"
     control_advertise_host: str | None = None
+    control_allow: str | None = None
+    """Networks that may connect, comma-separated; None: everybody."""
     lease_s: float = 10.0
     chunk_handover: bool = True
     """A prompt engine lets readers begin before the whole prompt is computed."""

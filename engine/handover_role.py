@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 from engine.ipc import AddRequest, RequestOutput
 
 
-class HandoverRole(Protocol):
+class HandoverEvents(Protocol):
     """Where an engine's step loop meets the hand-over protocol. Called by the engine thread only."""
 
     def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
@@ -37,6 +37,10 @@ class HandoverRole(Protocol):
     def poll(self, now_s: float) -> Items[RequestOutput]:
         """Handle what the transfer threads reported since the last call; returns failures to report."""
 
+
+class HandoverState(Protocol):
+    """How hand-overs stand, for reports; and their end."""
+
     def num_handovers(self) -> int:
         """Hand-overs held for a reader, or requests that wait for their KV."""
 
@@ -48,6 +52,10 @@ class HandoverRole(Protocol):
 
     def close(self) -> None:
         """End the transfer threads."""
+
+
+class HandoverRole(HandoverEvents, HandoverState, Protocol):
+    """What an engine does with sequences of other engines, as a whole."""
 
 
 def flatten_counters(stats: "DataclassInstance") -> dict[str, float]:

@@ -4,6 +4,9 @@ from dataclasses import dataclass, fields
 
 from kv_transfer.errors import SettingsError
 
+_UNLIMITED = ("advertise_host", "allowed_networks", "require_rdma", "verify_kv")
+"""Fields that are no amounts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSettings:
@@ -47,13 +50,15 @@ class TransferSettings:
     """Both: peers known at one time."""
     max_blocks: int = 65536
     """Both: blocks in one hand-over."""
+    allowed_networks: tuple[str, ...] = ()
+    """Source: who may connect to the control port, such as `10.0.0.0/8`; none: everybody."""
     advertise_host: str | None = None
     """Source: host in `control_address` when it is bound to a wildcard."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name not in ("advertise_host", "require_rdma", "verify_kv") and not value > 0:
+            if item.name not in _UNLIMITED and not value > 0:
                 raise SettingsError(f"{item.name} must be positive, got {value}")
         if self.heartbeat_timeout_s <= self.heartbeat_interval_s:
             raise SettingsError(

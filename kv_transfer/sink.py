@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kv_transfer.breaker import Breakers
 from kv_transfer.events import Failed, FailReason, SinkEvent
@@ -20,9 +19,10 @@ from kv_transfer.messages import Prefix, ToSource, encode
 from kv_transfer.pump import BUSY_S, IDLE_S, Clock, Pump
 from kv_transfer.self_test import SinkScratch
 from kv_transfer.settings import TransferSettings
+from kv_transfer.sink_link import SinkLink
 from kv_transfer.sink_peers import SinkPeers
 from kv_transfer.sink_session import PeerSession
-from kv_transfer.sockets import control_dealer, receive_all
+from kv_transfer.sockets import receive_all
 from kv_transfer.stats import SinkCounters, SinkStats
 from kv_transfer.transport import Transport
 from wire.services import PromptEngineAddress
@@ -36,65 +36,6 @@ REPORT_S = 0.2
 """Reports of peers are this old at most: they are asked for at every step."""
 
 _PEERS_FAULTS: tuple[FailReason, ...] = ("peer_lost", "connect_failed", "self_test_failed")
-
-_MONITORED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-
-
-class _Link:
-    """The control socket to one prompt engine process, with the monitor that notices its death."""
-
-    def __init__(
-        self,
-        address: PromptEngineAddress,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        poller: zmq.Poller,
-        settings: TransferSettings,
-        now_s: float,
-    ) -> None:
-        self.address = address
-        self._poller = poller
-        self._settings = settings
-        self._since_s = now_s
-        self._connected = False
-        self._data: zmq.Socket[bytes] | None = None
-        self.socket = control_dealer(context, settings)
-        self._monitor = self.socket.get_monitor_socket(_MONITORED)
-        for socket in (self.socket, self._monitor):
-            poller.register(socket, zmq.POLLIN)
-        try:
-            self.socket.connect(address.control_address)
-        except zmq.ZMQError:
-            self.close()
-            raise
-
-    def watch(self, data: "zmq.Socket[bytes] | None") -> None:
-        """Also wake for the transport's own socket."""
-        if data is not self._data:
-            if self._data is not None:
-                self._poller.unregister(self._data)
-            if data is not None:
-                self._poller.register(data, zmq.POLLIN)
-            self._data = data
-
-    def trouble(self, now_s: float) -> tuple[FailReason, str] | None:
-        """Why the peer counts as lost, if it does."""
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_CONNECTED:
-                self._connected = True
-            elif event == zmq.EVENT_DISCONNECTED:
-                return "peer_lost", "the connection is gone"
-            elif not self._connected and now_s - self._since_s >= self._settings.refused_timeout_s:
-                return "connect_failed", "nobody listens there"
-        return None
-
-    def close(self) -> None:
-        self.watch(None)
-        self._poller.unregister(self.socket)
-        self._poller.unregister(self._monitor)
-        self.socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self.socket.close()
 
 
 class HandoverSink:
@@ -124,7 +65,7 @@ class HandoverSink:
         self._known = SinkPeers()
         self._events: deque[SinkEvent] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._peers: dict[PromptEngineAddress, tuple[PeerSession, _Link]] = {}
+        self._peers: dict[PromptEngineAddress, tuple[PeerSession, SinkLink]] = {}
         self._owner: dict[str, PeerSession] = {}
         """Hand-over id to its session; entries of ended hand-overs go at the next tick."""
         self._breakers = Breakers(settings)
@@ -278,7 +219,7 @@ class HandoverSink:
         if len(self._peers) >= self._settings.max_peers and not self._drop_idle_peer(now_s):
             return None
         try:
-            link = _Link(address, self._context, self._pump.poller, self._settings, now_s)
+            link = SinkLink(address, self._context, self._pump.poller, self._settings, now_s)
         except zmq.ZMQError as error:
             logger.warning("cannot connect to %s: %s", address.control_address, error)
             return None
@@ -339,7 +280,7 @@ class HandoverSink:
             self._wake()
         return 0.0 if busy else self._idle_s()
 
-    def _serve(self, session: PeerSession, link: _Link, now_s: float) -> bool:
+    def _serve(self, session: PeerSession, link: SinkLink, now_s: float) -> bool:
         """One peer's messages, then its reads, then its health. True if more may be ready at once."""
         frames = receive_all(link.socket)
         for message in frames:
@@ -382,7 +323,7 @@ class HandoverSink:
                 idle_s = TICK_S
         return idle_s
 
-    def _send(self, link: _Link, message: ToSource) -> None:
+    def _send(self, link: SinkLink, message: ToSource) -> None:
         try:
             link.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -117,3 +117,12 @@ def plan_reads(
         )
         reads.append(BlockRead(region_index(regions, "state"), remote_slot, local_slot))
     return reads
+
+
+def bytes_of(reads: Sequence[BlockRead], units: Units, regions: Sequence[Region]) -> int:
+    """Of all reads together; KV is read in pieces, state rows as a whole."""
+    return sum(int(read.local_ids.size) * _piece_bytes(regions[read.region], units) for read in reads)
+
+
+def _piece_bytes(local: Region, units: Units) -> int:
+    return (units.cut_local(local) if local.kind == "kv" else local).block_bytes

@@ -74,6 +74,15 @@ class Handover:
     def num_local_blocks(self) -> int:
         return 0 if self.destination is None else int(self.destination.block_ids.size)
 
+    def check_invariants(self, *, is_connected: bool) -> None:
+        """`is_connected`: the hello is over."""
+        has_destination = self.stage in (Stage.READING, Stage.CONFIRMING, Stage.QUARANTINED)
+        assert has_destination == (self.destination is not None), self
+        assert not self.read_ids or self.stage in (Stage.READING, Stage.QUARANTINED), self
+        assert self.read_ids or self.stage is not Stage.QUARANTINED, self
+        assert (self.stage is Stage.REQUESTED) == (not is_connected), self
+        assert (self.generation == 0) == (self.stage in (Stage.REQUESTED, Stage.WAITING)), self
+
     def overdue(self, now_s: float) -> FailReason | None:
         """Why it must be given up now, if it must. A quarantined one has been given up already."""
         if self.stage in LEASED and now_s >= self.lease_until_s:

@@ -18,7 +18,6 @@ Every hand-over ends with exactly one of `Arrived`, `Failed(blocks_safe=True)` a
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -39,7 +38,8 @@ from kv_transfer.messages import (
     Want,
 )
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sink_checks import announced_blocks, check_destination, plan_reads
+from kv_transfer.sink_checks import announced_blocks, bytes_of, check_destination, plan_reads
+from kv_transfer.sink_farewells import Farewells
 from kv_transfer.sink_handover import LEASED, OVERDUE, RENEWED, Destination, Handover, Stage
 from kv_transfer.sink_reads import Reads
 from kv_transfer.sink_verification import Verifications
@@ -48,8 +48,6 @@ from kv_transfer.transport import BlockRead, ReadResult
 from kv_transfer.units import Units
 
 logger = logging.getLogger(__name__)
-
-MAX_FAREWELLS = 4096
 
 Lose: TypeAlias = Callable[[FailReason, str, float], None]
 
@@ -84,8 +82,7 @@ class SinkLedger:
         self._units = Units(1, 1, 1, block_size)
         self._handovers: dict[str, Handover] = {}
         self._verifications = Verifications()
-        self._farewells: OrderedDict[str, Outcome] = OrderedDict()
-        """Given up before the hello was over; the source is told so that it need not wait for the lease."""
+        self._farewells = Farewells()
 
     def __len__(self) -> int:
         return len(self._handovers)
@@ -108,9 +105,8 @@ class SinkLedger:
         self._reads, self._remote_regions, self._units = reads, remote_regions, units
         for handover in self._handovers.values():
             self._want(handover)
-        for handover_id, outcome in self._farewells.items():
+        for handover_id, outcome in self._farewells.take():
             self._send(Release(self._epoch, handover_id, 0, outcome))
-        self._farewells.clear()
 
     def lose_all(self, reason: FailReason, text: str) -> None:
         """The peer is given up and its reads are fenced: end everything."""
@@ -140,7 +136,7 @@ class SinkLedger:
         """`deadline_s` is the time by which the whole prompt must be computed."""
         handover = Handover(handover_id, deadline_s, now_s, prefix)
         self._handovers[handover_id] = handover
-        self._farewells.pop(handover_id, None)  # it is wanted again: no late farewell may end it
+        self._farewells.forget(handover_id)
         if self._reads is not None:
             self._want(handover)
 
@@ -307,14 +303,7 @@ class SinkLedger:
 
     def check_invariants(self) -> None:
         for handover in self._handovers.values():
-            has_destination = handover.stage in (Stage.READING, Stage.CONFIRMING, Stage.QUARANTINED)
-            assert has_destination == (handover.destination is not None), handover
-            assert not handover.read_ids or handover.stage in (Stage.READING, Stage.QUARANTINED), handover
-            assert handover.read_ids or handover.stage is not Stage.QUARANTINED, handover
-            assert (handover.stage is Stage.REQUESTED) == (self._reads is None), handover
-            assert (handover.generation == 0) == (handover.stage in (Stage.REQUESTED, Stage.WAITING)), (
-                handover
-            )
+            handover.check_invariants(is_connected=self._reads is not None)
         if self._reads is not None:
             self._reads.check_invariants()
         self._verifications.check_invariants(self._handovers)
@@ -376,16 +365,12 @@ class SinkLedger:
         except ReadError as error:
             self._fail(handover, "read_failed", str(error), now_s)
             return False
-        num_bytes = sum(int(read.local_ids.size) * self._piece_bytes(read.region) for read in reads)
+        num_bytes = bytes_of(reads, self._units, self._regions)
         handover.num_bytes += num_bytes
         # It shares the link with the reads before it.
         until_s = now_s + self._settings.read_deadline_s(num_bytes)
         handover.deadline_s = max(until_s, others_until_s + num_bytes / self._settings.min_rate_bytes_per_s)
         return True
-
-    def _piece_bytes(self, region: int) -> int:
-        local = self._regions[region]
-        return (self._units.cut_local(local) if local.kind == "kv" else local).block_bytes
 
     def _confirm_if_whole(self, handover: Handover, now_s: float) -> None:
         """Once the whole prompt is computed and read: ask whether it was valid until now."""
@@ -425,9 +410,7 @@ class SinkLedger:
         """Tell the source; True if nothing can write to the destination any more, else quarantine."""
         self._verifications.stop(handover)
         if self._reads is None:
-            self._farewells[handover.handover_id] = outcome
-            if len(self._farewells) > MAX_FAREWELLS:
-                self._farewells.popitem(last=False)
+            self._farewells.add(handover.handover_id, outcome)
         elif handover.stage is not Stage.CONFIRMING:
             self._release(handover, outcome)
         if self._reads is not None and not self._reads.cancel(handover):

@@ -1,6 +1,7 @@
 """ZMQ sockets of the control connection, with the limits both sides rely on."""
 
 import contextlib
+import ipaddress
 
 import zmq
 
@@ -14,6 +15,9 @@ LINGER_MS = 200
 MAX_FRAMES_PER_TURN = 256
 
 _WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
+_UNSPECIFIED = ("0.0.0.0", "::")
+
+LOCAL_HOST = "127.0.0.1"
 
 
 def control_router(
@@ -62,6 +66,16 @@ def advertised(endpoint: str, advertise_host: str | None) -> str:
     if advertise_host is None:
         raise SettingsError(f"{endpoint} listens everywhere: set advertise_host to the host peers must use")
     return f"tcp://{advertise_host}:{port}"
+
+
+def local_host(bind_address: str) -> str:
+    """The address from which this process comes when it connects to its own socket."""
+    scheme, _, rest = bind_address.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    try:
+        return str(ipaddress.ip_address(host)) if scheme == "tcp" and host not in _UNSPECIFIED else LOCAL_HOST
+    except ValueError:
+        return LOCAL_HOST  # a name
 
 
 def receive_all(socket: "zmq.Socket[bytes]", limit: int = MAX_FRAMES_PER_TURN) -> list[list[bytes]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from kv_transfer.events import SourceEvent
+from kv_transfer.gate import AddressGate
 from kv_transfer.layout import BlockIds, Identity, Region
 from kv_transfer.messages import ToSink, encode
 from kv_transfer.offer_digests import OfferDigests
@@ -20,8 +21,8 @@ from kv_transfer.offers import Announcement, Offer, check_announcement, check_of
 from kv_transfer.pump import IDLE_S, Clock, Pump
 from kv_transfer.self_test import SourceScratch
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sockets import advertised, bind, control_router, receive_all
-from kv_transfer.source_ledger import ReaderId
+from kv_transfer.sockets import LOCAL_HOST, advertised, bind, control_router, local_host, receive_all
+from kv_transfer.source_handover import ReaderId
 from kv_transfer.source_protocol import Served, SourceProtocol
 from kv_transfer.stats import SourceStats
 from kv_transfer.transport import Transport
@@ -59,6 +60,7 @@ class HandoverSource:
         self._events: deque[SourceEvent] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._gate: AddressGate | None = None
         self._protocol: SourceProtocol | None = None
         self._digests = OfferDigests(regions, identity.block_size) if settings.verify_kv else None
         self.control_address = ""
@@ -121,15 +123,23 @@ class HandoverSource:
 
     def _set_up(self) -> None:
         self._socket = control_router(self._context, self._settings)
+        self._set_up_gate(self._socket)
         endpoint = bind(self._socket, self._bind_address)
         self.control_address = advertised(endpoint, self._settings.advertise_host)
-        self.local_address = advertised(endpoint, "127.0.0.1")
+        self.local_address = advertised(endpoint, LOCAL_HOST)
         blob = self._transport.register(self._regions, endpoint)
         served = Served(self._transport.name, self._transport.version, blob, self._regions)
         self._protocol = SourceProtocol(
             self._identity, served, self._settings, self._send, self._events.append
         )
         self._pump.poller.register(self._socket, zmq.POLLIN)
+
+    def _set_up_gate(self, socket: "zmq.Socket[bytes]") -> None:
+        networks = self._settings.allowed_networks
+        if networks:
+            self._gate = AddressGate(self._context, networks, local_host(self._bind_address))
+            self._gate.guard(socket)
+            self._pump.poller.register(self._gate.socket, zmq.POLLIN)
 
     def _announced(self, announcement: Announcement, ids: BlockIds) -> None:
         if self._digests is not None:
@@ -157,6 +167,8 @@ class HandoverSource:
 
     def _turn(self) -> float:
         assert self._socket is not None
+        if self._gate is not None:
+            self._gate.serve()
         frames = receive_all(self._socket)
         for reader, *payload in frames:
             self._ready.on_frames(reader, payload, self._clock())
@@ -185,5 +197,7 @@ class HandoverSource:
     def _tear_down(self) -> None:
         if self._socket is not None:
             self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
         self._transport.close()
         self._context.term()

@@ -18,7 +18,6 @@ The life of a hand-over on the prompt side:
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -41,49 +40,14 @@ from kv_transfer.messages import (
 )
 from kv_transfer.offers import Announcement, Offer
 from kv_transfer.settings import TransferSettings
+from kv_transfer.source_handover import Ended, Pinned, ReaderId, Waiter
 from kv_transfer.stats import SourceCounters
 
-ReaderId: TypeAlias = bytes
 Send: TypeAlias = Callable[[ReaderId, ToSink], None]
 
 MAX_ENDED = 8192
 
 _ConfirmReason = Literal["released", "abandoned", "expired", "withdrawn", "superseded", "unknown"]
-
-
-@dataclass(slots=True)
-class _Pinned:
-    handover_id: str
-    num_tokens: int
-    block_ids: BlockIds
-    """Of what is computed."""
-    ending: Ending | None
-    """None while it grows."""
-    expires_s: float
-    generation: int = 0
-    reader: ReaderId | None = None
-    withdrawn: bool = False
-
-    def hold(self, reader: ReaderId, generation: int, until_s: float) -> None:
-        self.reader, self.generation, self.expires_s = reader, generation, until_s
-
-    def let_go(self, until_s: float) -> None:
-        """No reader has it; what grows needs no lease."""
-        self.reader, self.generation = None, 0
-        self.expires_s = math.inf if self.ending is None else until_s
-
-
-@dataclass(slots=True)
-class _Waiter:
-    reader: ReaderId
-    expires_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    reason: EndReason
-    generation: int
-    offered: bool
 
 
 class SourceLedger:
@@ -103,9 +67,9 @@ class SourceLedger:
         self._send = send
         self._emit = emit
         self._name_of = name_of
-        self._pinned: dict[str, _Pinned] = {}
-        self._waiters: dict[str, _Waiter] = {}
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._pinned: dict[str, Pinned] = {}
+        self._waiters: dict[str, Waiter] = {}
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._last_generation = 0
 
     @property
@@ -127,7 +91,7 @@ class SourceLedger:
         elif self._has_no_taker(handover_id):
             return  # its offer will end at once, unless someone asks for it until then
         else:
-            self._pin(_Pinned(handover_id, announcement.num_tokens, block_ids, None, math.inf), now_s)
+            self._pin(Pinned(handover_id, announcement.num_tokens, block_ids, None, math.inf), now_s)
 
     def offer(self, offer: Offer, block_ids: BlockIds, now_s: float, digests: bytes = b"") -> None:
         handover_id = offer.handover_id
@@ -139,7 +103,7 @@ class SourceLedger:
             return
         has_no_taker, ended = self._has_no_taker(handover_id), self._ended.get(handover_id)
         until_s = now_s + self._settings.lease_s
-        self._pin(_Pinned(handover_id, offer.num_tokens, block_ids, ending, until_s), now_s)
+        self._pin(Pinned(handover_id, offer.num_tokens, block_ids, ending, until_s), now_s)
         if has_no_taker and ended is not None:
             self._end(handover_id, ended.reason)
 
@@ -151,7 +115,7 @@ class SourceLedger:
         pinned = self._pinned.get(handover_id)
         if pinned is None:
             if handover_id not in self._ended:
-                self._remember(handover_id, _Ended("withdrawn", 0, offered=False))
+                self._remember(handover_id, Ended("withdrawn", 0, offered=False))
         elif pinned.ending is None:
             if pinned.reader is not None:
                 self._turn_away(pinned.reader, handover_id, pinned.generation, "withdrawn")
@@ -225,7 +189,7 @@ class SourceLedger:
 
     # Steps
 
-    def _live(self, handover_id: str, now_s: float) -> _Pinned | None:
+    def _live(self, handover_id: str, now_s: float) -> Pinned | None:
         pinned = self._pinned.get(handover_id)
         if pinned is not None and pinned.expires_s <= now_s:
             self._expire_one(handover_id)
@@ -236,7 +200,7 @@ class SourceLedger:
         ended = self._ended.get(handover_id)
         return ended is not None and not ended.offered
 
-    def _pin(self, pinned: _Pinned, now_s: float) -> None:
+    def _pin(self, pinned: Pinned, now_s: float) -> None:
         handover_id = pinned.handover_id
         self._ended.pop(handover_id, None)
         self._pinned[handover_id] = pinned
@@ -244,7 +208,7 @@ class SourceLedger:
         if waiter is not None:
             self._grant(waiter.reader, pinned, now_s)
 
-    def _extend(self, pinned: _Pinned, block_ids: BlockIds, ending: Ending | None, now_s: float) -> None:
+    def _extend(self, pinned: Pinned, block_ids: BlockIds, ending: Ending | None, now_s: float) -> None:
         """More of a growing hand-over is computed, or all of it."""
         assert pinned.ending is None, f"hand-over {pinned.handover_id} is offered already"
         known, pinned.block_ids, pinned.ending = pinned.block_ids, block_ids, ending
@@ -261,11 +225,11 @@ class SourceLedger:
                 Announce(self._epoch, pinned.handover_id, pinned.generation, known.size, new, ending),
             )
 
-    def _drop_growing(self, pinned: _Pinned, reason: EndReason) -> None:
+    def _drop_growing(self, pinned: Pinned, reason: EndReason) -> None:
         del self._pinned[pinned.handover_id]
-        self._remember(pinned.handover_id, _Ended(reason, pinned.generation, offered=False))
+        self._remember(pinned.handover_id, Ended(reason, pinned.generation, offered=False))
 
-    def _grant(self, reader: ReaderId, pinned: _Pinned, now_s: float) -> None:
+    def _grant(self, reader: ReaderId, pinned: Pinned, now_s: float) -> None:
         self._last_generation += 1
         pinned.hold(reader, self._last_generation, now_s + self._settings.lease_s)
         self._counters.leases_granted += 1
@@ -297,7 +261,7 @@ class SourceLedger:
             self._turn_away(waiter.reader, handover_id, 0, "superseded")
         if ended is not None:
             del self._ended[handover_id]
-        self._waiters[handover_id] = _Waiter(reader, now_s + self._settings.lease_s)
+        self._waiters[handover_id] = Waiter(reader, now_s + self._settings.lease_s)
 
     def _renew_one(self, reader: ReaderId, lease: LeaseRef, now_s: float) -> float | None:
         """Remaining seconds, or None if the reader does not hold this lease (any more)."""
@@ -324,7 +288,7 @@ class SourceLedger:
         self._wait(reader, handover_id, now_s)
         return self._settings.lease_s if handover_id in self._waiters else None
 
-    def _release_held(self, message: Release, pinned: _Pinned, now_s: float) -> tuple[bool, _ConfirmReason]:
+    def _release_held(self, message: Release, pinned: Pinned, now_s: float) -> tuple[bool, _ConfirmReason]:
         if pinned.withdrawn:
             self._end(message.handover_id, "withdrawn")
             return False, "withdrawn"
@@ -367,7 +331,7 @@ class SourceLedger:
             return False, "unknown"
         self._waiters.pop(handover_id, None)
         if message.outcome == "aborted":
-            self._remember(handover_id, _Ended("abandoned", 0, offered=False))
+            self._remember(handover_id, Ended("abandoned", 0, offered=False))
         return False, "abandoned"
 
     def _expire_one(self, handover_id: str) -> None:
@@ -385,11 +349,11 @@ class SourceLedger:
     def _end(self, handover_id: str, reason: EndReason) -> None:
         pinned = self._pinned.pop(handover_id)
         self._waiters.pop(handover_id, None)
-        self._remember(handover_id, _Ended(reason, pinned.generation, offered=True))
+        self._remember(handover_id, Ended(reason, pinned.generation, offered=True))
         self._counters.ends[reason] += 1
         self._emit(Released(handover_id, reason))
 
-    def _remember(self, handover_id: str, ended: _Ended) -> None:
+    def _remember(self, handover_id: str, ended: Ended) -> None:
         self._ended[handover_id] = ended
         self._ended.move_to_end(handover_id)
         if len(self._ended) > MAX_ENDED:

@@ -24,7 +24,8 @@ from kv_transfer.messages import (
     decode_to_source,
 )
 from kv_transfer.settings import TransferSettings
-from kv_transfer.source_ledger import ReaderId, Send, SourceLedger
+from kv_transfer.source_handover import ReaderId
+from kv_transfer.source_ledger import Send, SourceLedger
 from kv_transfer.stats import SourceCounters
 
 

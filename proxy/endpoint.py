@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
 
@@ -15,13 +15,13 @@ from proxy.admission import Admission, Admitted
 from proxy.answers import AnswerShape, Choice, ChoiceClock
 from proxy.asgi import Receive, Scope, Send
 from proxy.client import Client, ClientGone
+from proxy.client_terms import in_client_terms, kind_of
 from proxy.departures import Departures
 from proxy.draining import Draining
 from proxy.engines import EngineDirectory
 from proxy.errors import (
     BadRequest,
     EngineFailure,
-    EngineRefused,
     NotServing,
     Overloaded,
     ProxyError,
@@ -35,7 +35,7 @@ from proxy.metrics import ProxyMetrics
 from proxy.migration import MigrationLimits, PromptRun, Stage
 from proxy.openai_responses import Usage
 from proxy.openai_types import ChatRequest, TextRequest
-from proxy.pairing import Pair, Route, Single
+from proxy.pairing import Route
 from proxy.preparation import Preparation, PreparedPrompt
 from proxy.request_flow import PromptWork
 from proxy.request_ids import client_request_id
@@ -224,7 +224,7 @@ class _Exchange:
                 try:
                     await self._run_prompts()
                 except EngineFailure as failure:
-                    raise _in_client_terms(failure, request) from failure
+                    raise in_client_terms(failure, request) from failure
             self._client.headers["x-tandem-migrations"] = str(self._num_migrations)
             usage = self._usage()
             services.metrics.count_tokens(
@@ -400,30 +400,6 @@ class _Exchange:
         )
 
 
-def kind_of(route: Route | SingleLeg) -> str:
-    match route:
-        case Pair():
-            return "pair"
-        case Single():
-            return "normal"
-        case _:
-            return "leg"
-
-
 def new_handover_id() -> str:
     """Nobody can guess it."""
     return secrets.token_hex(16)
-
-
-def _in_client_terms(failure: EngineFailure, request: ChatRequest | TextRequest) -> EngineFailure:
-    """Engines name the fields of their own bodies; clients know others."""
-    if isinstance(failure, EngineRefused) and failure.error.param is not None:
-        names = {
-            "prompt_token_ids": request.prompt_field,
-            "max_tokens": request.asked_max_tokens[0],
-            "structured": request.structured_field,
-        }
-        param = failure.error.param.removeprefix("sampling.")
-        param = names.get(param, param)
-        failure.error = replace(failure.error, param=param)
-    return failure

@@ -1,10 +1,11 @@
 """What the prompt and the completion service have in common as flags and environment variables."""
 
 import os
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from engine.config import EngineConfig, KernelChoice, WaitingPolicyName
 from settings.loading import ProcessSettings
@@ -39,6 +40,7 @@ SHARED_WITH_ENGINE = (
     "lease_s",
     "pull_back",
     "control_advertise_host",
+    "control_allow",
     "log_level",
     "peak_gflops",
 )
@@ -132,6 +134,18 @@ class EngineServiceSettings(ProcessSettings):
     control_advertise_host: str | None = Field(
         None, description="address told to other engines; default: --control-host"
     )
+
+    control_allow: str | None = Field(
+        None,
+        description="networks that may connect to it, comma-separated, such as 10.0.0.0/8; default: all",
+    )
+
+    @field_validator("control_allow")
+    @classmethod
+    def _check_networks(cls, value: str | None) -> str | None:
+        for text in (value or "").split(",") if value else ():
+            ip_network(text.strip(), strict=False)
+        return value
 
     def engine_config(
         self, role: EngineRole, engine_id: str, epoch: int, commands: str, events: str
