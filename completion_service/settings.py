@@ -45,7 +45,10 @@ class CompletionServiceSettings(EngineServiceSettings):
         description="bytes/s; a prompt engine that is read more slowly at first contact is a warning",
     )
     handover_wait_s: float = Field(
-        60.0, gt=0, description="how long a request may wait for its KV blocks, or for room for them"
+        150.0,
+        gt=0,
+        description="how long a request may wait for its KV blocks, its prompt engine's queue included, or for"
+        " room for them",
     )
     room_wait_s: float = Field(
         60.0,

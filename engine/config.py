@@ -90,7 +90,7 @@ class EngineConfig:
     """A prompt engine borrows cached blocks from completion engines, which lend them."""
     pull_back_min_tokens: int = 128
     pull_back_wait_s: float = 2.0
-    handover_wait_s: float = 60.0
+    handover_wait_s: float = 150.0
     """How long a completion engine keeps a request that waits for its KV blocks or for room for them."""
     room_wait_s: float = 60.0
     """How long a hand-over that could be read waits for room before it is left to another engine."""
