@@ -47,8 +47,8 @@ class CompletionServiceSettings(EngineServiceSettings):
     handover_wait_s: float = Field(
         150.0,
         gt=0,
-        description="how long a request may wait for its KV blocks, its prompt engine's queue included, or for"
-        " room for them",
+        description="how long a request may wait for its KV blocks, its prompt engine's queue included, or"
+        " for room for them",
     )
     room_wait_s: float = Field(
         60.0,
