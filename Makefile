@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 NODE_STAMP := tests/node/node_modules/.setup-done
 
-.PHONY: setup serve test chart-schema check bench soak chaos cluster leave screenshots format clean
+.PHONY: setup serve test chart-schema check bench soak chaos cluster leave slow-readers screenshots format clean
 
 setup: $(STAMP)
 
@@ -70,6 +70,10 @@ cluster: setup
 # The web page for the documents; needs chromium, as tests/browser does.
 screenshots: setup
 	TANDEM_SCREENSHOTS=docs/pictures $(BIN)/python -m pytest --timeout 0 tests/browser -k pictures
+
+# A thousand clients that read nothing beside sixteen that do.
+slow-readers: setup
+	$(BIN)/python -m benchmarks.slow_readers $(ARGS)
 
 # Ten thousand clients connect and leave: no descriptor, no memory, nothing pinned.
 leave: setup

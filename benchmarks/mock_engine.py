@@ -1,8 +1,9 @@
 """An engine for benchmarks of proxies: it computes nothing, and speaks to every kind of router.
 
 `python -m benchmarks.mock_engine --port P --step-s 0.05 --model NAME`: a token for every stream at each
-step, the first one at once; with `--step-s 0` as fast as the reader takes them. OpenAI's endpoints serve
-routers that pass text through, `/v1/link` serves Tandem's proxy, to which this is a NORMAL engine.
+step, the first one (or `--burst` of them) at once; with `--step-s 0` as fast as the reader takes them.
+OpenAI's endpoints serve routers that pass text through, `/v1/link` serves Tandem's proxy, to which this is a
+NORMAL engine.
 """
 
 import argparse
@@ -65,8 +66,10 @@ class Link:
 class MockEngine:
     """All connections of this process; `step` moves every stream on by a token."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, num_at_once: int = 1) -> None:
+        """`num_at_once`: tokens that a stream of a link begins with."""
         self.model = model
+        self._num_at_once = num_at_once
         self.text_streams: dict[MockConnection, TextStream] = {}
         self.links: dict[MockConnection, Link] = {}
 
@@ -89,10 +92,12 @@ class MockEngine:
             stream.connection.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     def open_link_stream(self, link: Link, message: OpenStream) -> None:
-        """Accepted, and its first token."""
+        """Accepted, and its first tokens."""
         request = msgspec.msgpack.decode(message.request, type=CompletionRequest)
         stream = LinkStream(request.sampling.max_tokens)
-        parts = [StreamPart(message.stream, is_accepted=True), self._part(message.stream, stream)]
+        parts = [StreamPart(message.stream, is_accepted=True)]
+        for _ in range(min(self._num_at_once, stream.num_left)):
+            parts.append(self._part(message.stream, stream))
         if stream.num_left:
             link.streams[message.stream] = stream
         link.connection.write_chunk(frame(parts))
@@ -239,9 +244,9 @@ def _info(model: str) -> EngineInfo:
     )
 
 
-async def serve(port: int, step_s: float, model: str) -> None:
+async def serve(port: int, step_s: float, model: str, num_at_once: int) -> None:
     loop = asyncio.get_running_loop()
-    engine = MockEngine(model)
+    engine = MockEngine(model, num_at_once)
     await loop.create_server(lambda: MockConnection(engine), "127.0.0.1", port, backlog=2048)
     asyncio.create_task(_every(BEAT_S, engine.beat))  # noqa: RUF006 - the process lives as long as it does
     await _every(step_s, engine.step)
@@ -261,8 +266,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--burst", type=int, default=1)
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.port, arguments.step_s, arguments.model))
+    uvloop.run(serve(arguments.port, arguments.step_s, arguments.model, arguments.burst))
 
 
 if __name__ == "__main__":

@@ -42,12 +42,15 @@ class Running:
         return int(self.process.memory_info().rss)
 
 
+def tandem(*flags: str) -> Candidate:
+    ours = ("proxy", "--port", "{port}", "--normal-url", "{engine}", "--model", "{model}")
+    return Candidate(OURS, (sys.executable, "-m", *ours, "--log-level", "warning", *flags))
+
+
 def candidates(routers: Mapping[str, Path]) -> list[Candidate]:
     """`routers`: programs by the names of ROUTERS."""
-    python = (sys.executable, "-m")
-    ours = (*python, "proxy", "--port", "{port}", "--normal-url", "{engine}", "--model", "{model}")
-    obvious = (*python, "benchmarks.obvious_proxy", "--port", "{port}", "--engine-url", "{engine}")
-    own = [Candidate(OURS, (*ours, "--log-level", "warning")), Candidate("FastAPI + httpx", obvious)]
+    obvious = ("benchmarks.obvious_proxy", "--port", "{port}", "--engine-url", "{engine}")
+    own = [tandem(), Candidate("FastAPI + httpx", (sys.executable, "-m", *obvious))]
     return own + [Candidate(name, (str(path), *ROUTERS[name])) for name, path in routers.items()]
 
 
@@ -64,7 +67,9 @@ ROUTERS: Mapping[str, Sequence[str]] = {
 
 
 @contextlib.asynccontextmanager
-async def running(some: Sequence[Candidate], model: str, step_s: float) -> AsyncIterator[dict[str, Running]]:
+async def running(
+    some: Sequence[Candidate], model: str, step_s: float, *, burst: int = 1
+) -> AsyncIterator[dict[str, Running]]:
     """All at once, ready; every process is gone when the context is left."""
     started: list[psutil.Process] = []
 
@@ -77,8 +82,9 @@ async def running(some: Sequence[Candidate], model: str, step_s: float) -> Async
         proxies = {}
         for candidate in some:
             engine_port, port = free_port(), free_port()
-            engine = ("--port", str(engine_port), "--step-s", str(step_s), "--model", model)
-            start((sys.executable, "-m", "benchmarks.mock_engine", *engine))
+            engine = {"port": engine_port, "step-s": step_s, "model": model, "burst": burst}
+            flags = [part for name, value in engine.items() for part in (f"--{name}", str(value))]
+            start((sys.executable, "-m", "benchmarks.mock_engine", *flags))
             engine_url = f"http://127.0.0.1:{engine_port}"
             await _until_answered(engine_url)
             process = start(candidate.start(port, engine_url, model))

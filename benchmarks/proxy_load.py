@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ EVENT = b"data: "
 class StreamCounter:
     num_tokens: int = 0
     num_ended: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    """Between arrivals at a stream."""
 
 
 class StreamClient(asyncio.Protocol):
@@ -27,6 +30,7 @@ class StreamClient(asyncio.Protocol):
         self._request = request
         self._counter = counter
         self._reads = reads
+        self._heard_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         connection = cast(asyncio.Transport, transport)
@@ -35,6 +39,10 @@ class StreamClient(asyncio.Protocol):
         connection.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        now_s = time.perf_counter()
+        if self._heard_s:
+            self._counter.gaps_s.append(now_s - self._heard_s)
+        self._heard_s = now_s
         self._counter.num_tokens += data.count(EVENT)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -52,8 +60,9 @@ async def open_streams(
     connections: list[asyncio.Transport] = []
     try:
         for _ in range(num_streams):
+            connected = socket.create_connection((host, port)) if reads else _narrow(host, port)
             transport, _client = await loop.create_connection(
-                lambda: StreamClient(request, counter, reads=reads), host, port
+                lambda: StreamClient(request, counter, reads=reads), sock=connected
             )
             connections.append(transport)
         yield counter
@@ -149,6 +158,15 @@ def request_bytes(model: str, *, max_tokens: int, stream: bool) -> bytes:
         f"content-length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
+
+
+def _narrow(host: str, port: int) -> socket.socket:
+    """A connection that holds little: loopback's own swallow megabytes before anybody has to wait."""
+    narrow = socket.socket()
+    narrow.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    narrow.connect((host, port))
+    return narrow
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from proxy.asgi import Receive, Scope, Send
 from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongKey
 from proxy.event_writer import EventWriter
+from proxy.http_protocol import ABORT
 from wire.json_body import to_json
 
 LINGER_S = 2.0
@@ -30,6 +31,7 @@ class Client:
         self._writer: EventWriter | None = None
         self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when a stream's client is given up because it does not read."""
+        self._abort = scope.get("extensions", {}).get(ABORT)
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._has_head = False
         self.headers: dict[str, str] = {}
@@ -110,9 +112,11 @@ class Client:
         await self._writer.end()
 
     async def close(self) -> None:
-        """Send nothing more."""
+        """Send nothing more; a client that was given up loses its connection, whatever it has not read."""
         if self._writer is not None:
             await self._writer.close()
+        if self.gave_up.done() and self._abort is not None:
+            self._abort()
 
     async def _send_part(self, data: bytes, is_last: bool) -> None:
         if not self._has_head:

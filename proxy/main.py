@@ -19,6 +19,7 @@ from processes.listener import ListenError, bind_listener, inherited_listener
 from proxy.app import create_app
 from proxy.discovery.errors import DiscoverySetupError
 from proxy.draining import Draining
+from proxy.http_protocol import HttpProtocol
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from proxy.workers.supervisor import run_workers
@@ -105,6 +106,7 @@ def _raise_descriptor_limit() -> None:
 def _serve(settings: ProxySettings, app: FastAPI, listening: socket.socket) -> None:
     config = uvicorn.Config(
         app,
+        http=HttpProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -10,6 +10,7 @@ import msgspec
 import uvicorn
 
 from proxy.asgi import ASGIApp, Receive, Scope, Send
+from proxy.http_protocol import HttpProtocol
 from wire.services import (
     CompletionEvent,
     CompletionRequest,
@@ -322,7 +323,12 @@ async def serving(app: ASGIApp, *, lifespan: str = "off") -> AsyncIterator[str]:
         listening.bind(("127.0.0.1", 0))
         listening.listen(512)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan=lifespan, timeout_graceful_shutdown=1
+            app,
+            http=HttpProtocol,
+            log_config=None,
+            access_log=False,
+            lifespan=lifespan,
+            timeout_graceful_shutdown=1,
         )
         server = QuickServer(config)
         task = asyncio.create_task(server.serve_here(listening))

@@ -33,6 +33,35 @@ async def test_events_go_out_one_by_one_while_the_client_reads() -> None:
     assert connection.parts == [(b"a", False), (b"b", False), (b"", True)]
 
 
+async def test_what_is_put_in_one_turn_goes_out_as_one_part_without_a_task() -> None:
+    connection = Connection()
+    events = writer(connection)
+    for data in (b"a", b"b", b"c"):
+        events.put(data)
+    num_tasks = len(asyncio.all_tasks())
+    await asyncio.sleep(0)
+    assert connection.parts == [(b"abc", False)]
+    assert len(asyncio.all_tasks()) == num_tasks
+    await events.end()
+    assert connection.parts[1:] == [(b"", True)]
+
+
+async def test_a_connection_that_fails_is_given_up() -> None:
+    async def fail(data: bytes, is_last: bool) -> None:
+        if data == b"later":
+            await asyncio.sleep(0)
+        raise RuntimeError("broken")
+
+    for data in (b"at once", b"later"):
+        gave_up = asyncio.get_running_loop().create_future()
+        events = EventWriter(fail, gave_up, max_backlog_bytes=100, stall_timeout_s=5.0)
+        events.put(data)
+        async with asyncio.timeout(1):
+            await gave_up
+            await events.end()
+        await events.close()
+
+
 async def test_what_waits_for_a_client_goes_out_as_one_part_with_the_end() -> None:
     connection = Connection()
     events = writer(connection)

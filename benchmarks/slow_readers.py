@@ -1,0 +1,76 @@
+"""What clients that do not read cost those that do, and the proxy's memory.
+
+`--slow` streams are opened whose clients read nothing, with more at their beginning than sockets hold, beside
+FAST that read. The rows: gaps between tokens of the fast ones alone, beside the stalled ones, and after those
+were given up; and the proxy's memory at the same three times.
+"""
+
+import argparse
+import asyncio
+import resource
+
+import httpx
+import uvloop
+
+from benchmarks.proxy_candidates import OURS, Running, running, tandem
+from benchmarks.proxy_load import StreamCounter, open_streams
+from benchmarks.report import Report, argument_parser
+from proxy.activity import quantile
+
+FAST = 16
+STEP_S = 0.1
+BURST_TOKENS = 1000
+"""About 200 KB of events."""
+WINDOW_S = 10.0
+STALL_S = 40.0
+"""After which a client that reads nothing is given up."""
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    report, model, num_slow = Report("slow readers"), arguments.model, arguments.slow
+    some = [tandem("--client-stall-timeout-s", str(STALL_S))]
+    async with running(some, model, STEP_S, burst=BURST_TOKENS) as proxies:
+        proxy = proxies[OURS]
+        async with open_streams(proxy.url, model, FAST) as fast:
+            await asyncio.sleep(2.0)
+            await add_rows(report, "no slow readers", proxy, fast)
+            async with open_streams(proxy.url, model, num_slow, reads=False):
+                await asyncio.sleep(5.0)
+                await add_rows(report, f"beside {num_slow} slow readers", proxy, fast)
+                await until_given_up(proxy.url)
+                await add_rows(report, "when they were given up", proxy, fast)
+            assert not fast.num_ended
+    report.finish(arguments.json)
+
+
+async def until_given_up(url: str) -> None:
+    """As the proxy says: clients that read nothing do not see their connection's end either."""
+    open_requests = f'tandem_proxy_open_requests{{stream="true"}} {FAST:.1f}'
+    async with asyncio.timeout(3 * STALL_S), httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            if open_requests in (await client.get(url + "/metrics")).text:
+                return
+            await asyncio.sleep(0.5)
+
+
+async def add_rows(report: Report, case: str, proxy: Running, fast: StreamCounter) -> None:
+    fast.gaps_s.clear()
+    await asyncio.sleep(WINDOW_S)
+    for share in (0.5, 0.99, 1.0):
+        gap_s = quantile(fast.gaps_s, share)
+        assert gap_s is not None
+        report.add(case, f"gap between tokens of {FAST} fast readers, p{share * 100:g}", gap_s * 1e3, "ms")
+    report.add(case, "proxy memory", proxy.memory_bytes() / 2**20, "MiB")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--slow", type=int, default=1000)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    _, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_hard, _hard))
+    uvloop.run(main(_arguments()))
