@@ -11,4 +11,5 @@ uvicorn itself would close it once everything is sent, which a client that does 
 class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: self.transport.abort}
+        # The type knows only the extensions that ASGI names, which are dictionaries.
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
