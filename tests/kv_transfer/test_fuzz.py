@@ -38,7 +38,7 @@ TIMEOUT_S = 20.0
 MINE = "the reader's own"
 """No mangled message asks for this: a reader that does takes a hand-over from another."""
 
-NUM_ABORTED = int(os.environ.get("TANDEM_NUM_ABORTED", "2500"))
+NUM_ABORTED = 10_000
 
 
 def mutate(chance: random.Random, data: bytes) -> bytes:
@@ -215,7 +215,6 @@ def test_t5_a_reader_of_lying_data_fails_its_read_and_writes_nowhere_else(liar: 
 
 
 def test_t7_aborted_requests_leave_memory_and_descriptors_flat() -> None:
-    """2,500 of them; `make chaos` aborts 10,000."""
     with a_source("zmq") as source, a_sink("zmq") as sink:
         address = address_of(source.source.control_address)
 

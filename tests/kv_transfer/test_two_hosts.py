@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.kv_transfer.namespaces import ADDRESSES, TwoHosts, needs_namespaces
-from tests.kv_transfer.processes import Peer
+from tests.kv_transfer.processes import Peer, needs_nixl
 
 pytestmark = needs_namespaces
 
@@ -27,6 +27,10 @@ AGAIN_LIMIT_S = 5.0
 class Hosts(TwoHosts):
     """P on one host, D on the other."""
 
+    def __init__(self, transport: str) -> None:
+        super().__init__()
+        self._transport = transport
+
     def start_source(self, epoch: int) -> Peer:
         return self._start("source", self.hosts[0], ADDRESS, epoch)
 
@@ -36,7 +40,7 @@ class Hosts(TwoHosts):
     def _start(self, mode: str, host: tuple[str, ...], address: str, epoch: int) -> Peer:
         return Peer(
             mode,
-            "zmq",
+            self._transport,
             address=address,
             epoch=epoch,
             lease_s=LEASE_S,
@@ -48,8 +52,8 @@ class Hosts(TwoHosts):
 
 
 @contextmanager
-def both_ends() -> Iterator[tuple[Hosts, Peer, Peer]]:
-    with Hosts() as hosts, hosts.start_source(1) as source, hosts.start_sink() as sink:
+def both_ends(transport: str = "zmq") -> Iterator[tuple[Hosts, Peer, Peer]]:
+    with Hosts(transport) as hosts, hosts.start_source(1) as source, hosts.start_sink() as sink:
         assert hand_over(source, sink, "warm", IDS[:2]) == "Arrived"
         yield hosts, source, sink
 
@@ -154,3 +158,18 @@ def test_sink_killed_during_a_pull_costs_one_lease_and_another_is_served() -> No
         assert time.monotonic() - killed_s < LEASE_S + 1.0
         with hosts.start_sink() as another:
             assert hand_over(source, another, "k", IDS[:2]) == "Arrived"
+
+
+@needs_nixl
+def test_nixl_over_tcp_reads_between_hosts_and_a_source_that_dies_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reader's death is left out: over TCP it may take the source with it (decision 020)."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with both_ends("nixl") as (hosts, source, sink):
+        assert hand_over(source, sink, "whole", IDS) == "Arrived"
+        assert begin(source, sink, "h", IDS) is None
+        source.kill()
+        assert end(sink, "h", IDS) == "Failed"
+        with hosts.start_source(2) as restarted:
+            assert until_it_works_again(restarted, sink, epoch=2) < AGAIN_LIMIT_S

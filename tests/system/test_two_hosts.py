@@ -31,7 +31,7 @@ def test_link_cut_for_a_second_during_a_pull_costs_no_token(pair: Disturbed) -> 
 
 @pytest.mark.parametrize(
     ("stage", "fault", "name"),
-    [("announced", "stop and go on", "prompt"), ("pulling", "kill -9", "completion")],
+    [("announced", "kill -9", "completion"), ("pulling", "stop and go on", "prompt")],
 )
 def test_fault_at_a_stage_ends_with_the_right_tokens_or_an_error(
     pair: Disturbed, stage: str, fault: str, name: str
