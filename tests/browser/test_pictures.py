@@ -16,7 +16,7 @@ from tests.system.processes import RunningStack
 SCREENSHOTS = os.environ.get("TANDEM_SCREENSHOTS")
 CHROMIUM = shutil.which("chromium")
 NUM_CLIENTS = 6
-LOAD_S = 240.0
+LOAD_S = 150.0
 WORDS = [
     "river",
     "stone",
