@@ -136,6 +136,7 @@ class _Exchange:
         self._extras: dict[str, Any] = {}
         self._prompts: list[PromptChoices] = []
         self._priority = 0
+        self._session: str | None = None
         self._num_migrations = 0
         self._admitted: Admitted | None = None
         self._started_s = time.monotonic()
@@ -214,8 +215,8 @@ class _Exchange:
             services.key_use.open(self._key),
         ):
             self._priority = request.priority or 0
-            session = self._client.header("x-session-id") or request.prompt_cache_key
-            prepared = await services.preparation.prepare(request, session)
+            self._session = self._client.header("x-session-id") or request.prompt_cache_key
+            prepared = await services.preparation.prepare(request, self._session)
             self._record_routes(prepared)
             answer = self._answer = self._api.answer(request, self._answer_context())
             self._prompts = self._with_choices(request, prepared, answer)
@@ -318,6 +319,7 @@ class _Exchange:
             cache_salt=prompt.cache_salt,
             priority=self._priority,
             routing_key=self._client.header(ROUTING_KEY_HEADER) or "",
+            session=self._session,
         )
         with self._services.activity.running(to_run.trace):
             if isinstance(prompt.route, PromptLeg | CompletionLeg):

@@ -61,6 +61,8 @@ class PromptWork:
     cache_salt: str = ""
     priority: int = 0
     routing_key: str = ""
+    session: str | None = None
+    """Where a policy goes by sessions, those of one go to one engine."""
 
     @property
     def num_tokens_at_end(self) -> int:

@@ -63,7 +63,7 @@ class Routes:
     def fresh(self, work: PromptWork, failed: frozenset[EngineStart]) -> Route | None:
         """A route that takes all of `work`, without the engines that have failed it."""
         fleet = self.snapshot().without(failed).taking(work.num_tokens_at_end)
-        return self._choose(fleet, work.prompt_token_ids, None)
+        return self._choose(fleet, work.prompt_token_ids, work.session)
 
     def longest(self) -> int:
         """The tokens of prompt and completion together that some route takes now."""

@@ -3,8 +3,10 @@
 from collections import Counter
 
 from proxy.breaker import CLOSED, MAX_FAILURES, Breaker
+from proxy.request_flow import PromptWork
 from tests.proxy.builders import Answering, ids, stack
 from tests.proxy.mock_engines import MockEngine
+from wire.sampling import SamplingParams
 
 
 def fleet() -> list[MockEngine]:
@@ -72,3 +74,25 @@ async def test_short_prompts_and_those_a_normal_engine_has_mostly_cached_need_no
         kinds = {kind: running.metric("tandem_proxy_routes_total", kind=kind) for kind in ("pair", "normal")}
     assert routes == ["normal", "pair", "normal", "normal", "normal", "pair"]
     assert kinds == {"pair": 2, "normal": 4}
+
+
+async def test_a_session_keeps_its_engines_when_its_request_is_routed_again() -> None:
+    prompt = tuple(ids("hello"))
+    sampling = SamplingParams(max_tokens=4)
+    async with stack(*fleet(), prompt_policy="session", completion_policy="session") as running:
+        routes = running.services.routes
+        for session in ("me", "you", "them", "us"):
+            first = routes.first(prompt, 10, session)
+            work = PromptWork(
+                request_id="r",
+                handover_id="h",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                num_completions=1,
+                session=session,
+            )
+            assert first is not None
+            for _ in range(3):
+                again = routes.any(work)
+                assert again is not None
+                assert again.engines == first.engines
