@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_PROBES = 3
 PROBE_TIMEOUT_S = 2.0
+PROBE_TIMEOUTS = httpx.Timeout(None, connect=0.9)
+"""A host that is gone answers no connection either, which says so sooner than three silent probes."""
 MAX_UNLISTED_S = 600.0
 """An engine that is not listed any more and refuses connections may still be ending streams so long."""
 
@@ -262,11 +264,11 @@ class EngineDirectory:
         engine = watched.engine
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                ready = await self._http.get(f"{engine.url}/health/ready")
+                ready = await self._http.get(f"{engine.url}/health/ready", timeout=PROBE_TIMEOUTS)
                 if ready.status_code != 200:
                     watched.num_failed_probes = 0
                     return _as_it_says(engine, ready)
-                answer = await self._http.get(f"{engine.url}/info")
+                answer = await self._http.get(f"{engine.url}/info", timeout=PROBE_TIMEOUTS)
                 answer.raise_for_status()
             info = _info_decoder.decode(answer.content)
         except httpx.ConnectError as error:
@@ -274,6 +276,9 @@ class EngineDirectory:
                 self._after_failed_probe(watched, error)  # no host says so: nobody may answer any more
             problem = f"cannot connect ({error})"
             return replace(engine, is_ready=False, info=None, problem=problem, leaves_at_s=None)
+        except httpx.ConnectTimeout as error:
+            engine = self._after_failed_probe(watched, error)
+            return replace(engine, is_ready=engine.is_ready and watched.num_failed_probes < 2)
         except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError) as error:
             return self._after_failed_probe(watched, error)
         watched.num_failed_probes = 0

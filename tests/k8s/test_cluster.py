@@ -143,6 +143,77 @@ def test_the_only_completion_pod_is_not_evicted(cluster: Cluster) -> None:
     assert [each["metadata"]["name"] for each in cluster.ready_pods("completion")] == [name]
 
 
+def upgrade(cluster: Cluster, revision: str, **values: object) -> None:
+    """A rolling upgrade of both roles."""
+    changed = {f"{role}.podAnnotations": {"revision": revision} for role in ("prompt", "completion")}
+    cluster.apply_chart("upgrade", [DEMO_VALUES], {**VALUES, **changed, **values})
+
+
+def test_the_prompt_role_grows_under_load_and_shrinks_again_while_completion_stays(
+    cluster: Cluster, url: str, expected: dict[Ask, str]
+) -> None:
+    quick = {"scaleDown": {"stabilizationWindowSeconds": 5}}
+    values: dict[str, object] = {
+        f"{role}.autoscaling": {
+            "hpa": {"enabled": True},
+            "minReplicas": 1,
+            "maxReplicas": 3,
+            "behavior": quick,
+        }
+        for role in ("prompt", "completion")
+    }
+    values["prompt.autoscaling.targets.queuedPromptTokens"] = 200
+    values["prompt.settings.prefix_cache"] = False  # the same prompts come again and again
+    upgrade(cluster, "scaled", **values)
+    most = {"prompt": 0, "completion": 0}
+
+    def count() -> dict[str, int]:
+        now = {role: len(cluster.ready_pods(role)) for role in most}
+        for role, num_ready in now.items():
+            most[role] = max(most[role], num_ready)
+        return now
+
+    long_prompts = [Ask(f"{number}. " + "The sea is deep and wide. " * 80, 1) for number in range(6)]
+    with running_load(url, ASKS[:1], expected) as streams:
+        with running_load(url, long_prompts) as prompts:
+            eventually(lambda: count()["prompt"] == 3, "3 prompt pods", 180.0)
+        eventually(lambda: count()["prompt"] == 1, "1 prompt pod again", 120.0)
+    assert most == {"prompt": 3, "completion": 1}
+    streams.assert_unharmed()
+    prompts.assert_unharmed()
+
+
+def names(cluster: Cluster) -> set[str]:
+    return {pod["metadata"]["name"] for role in ("prompt", "completion") for pod in cluster.ready_pods(role)}
+
+
+def test_a_rolling_upgrade_of_both_roles_harms_no_stream(
+    cluster: Cluster, url: str, expected: dict[Ask, str]
+) -> None:
+    before = names(cluster)
+    with running_load(url, ASKS, expected) as load:
+        upgrade(cluster, "rolled")
+        eventually(lambda: len(cluster.all_pods("completion")) == 1, "the old engines have left", 60.0)
+        time.sleep(2.0)
+    assert not before & names(cluster)
+    load.assert_unharmed()
+    assert "killed after" not in cluster.kubelet_log()
+
+
+def scale(cluster: Cluster, deployment: str, replicas: int) -> None:
+    """As soon as the API server takes it."""
+    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{deployment}"
+
+    def is_scaled() -> bool:
+        try:
+            cluster.api.patch(path, {"spec": {"replicas": replicas}})
+        except (OSError, HTTPException, ApiFailure):
+            return False
+        return True
+
+    eventually(is_scaled, f"{deployment} has {replicas} replicas", 30.0)
+
+
 def test_streams_go_on_and_engines_stay_known_while_the_api_server_is_gone(
     cluster: Cluster, url: str, expected: dict[Ask, str]
 ) -> None:
@@ -164,43 +235,6 @@ def wait_until_new_pod_is_known(cluster: Cluster, url: str) -> None:
     scale(cluster, PROMPT, 1)
     eventually(lambda: len(cluster.pods("prompt")) == 1, "one prompt pod is left", 60.0)
     eventually(lambda: engine_urls(url) == all_engines(cluster), "the proxy knows that, too", 20.0)
-
-
-def scale(cluster: Cluster, deployment: str, replicas: int) -> None:
-    """As soon as the API server takes it."""
-    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{deployment}"
-
-    def is_scaled() -> bool:
-        try:
-            cluster.api.patch(path, {"spec": {"replicas": replicas}})
-        except (OSError, HTTPException, ApiFailure):
-            return False
-        return True
-
-    eventually(is_scaled, f"{deployment} has {replicas} replicas", 30.0)
-
-
-def upgrade(cluster: Cluster, revision: str, **values: object) -> None:
-    """A rolling upgrade of both roles."""
-    changed = {f"{role}.podAnnotations": {"revision": revision} for role in ("prompt", "completion")}
-    cluster.apply_chart("upgrade", [DEMO_VALUES], {**VALUES, **changed, **values})
-
-
-def names(cluster: Cluster) -> set[str]:
-    return {pod["metadata"]["name"] for role in ("prompt", "completion") for pod in cluster.ready_pods(role)}
-
-
-def test_a_rolling_upgrade_of_both_roles_harms_no_stream(
-    cluster: Cluster, url: str, expected: dict[Ask, str]
-) -> None:
-    before = names(cluster)
-    with running_load(url, ASKS, expected) as load:
-        upgrade(cluster, "2")
-        eventually(lambda: len(cluster.all_pods("completion")) == 1, "the old engines have left", 60.0)
-        time.sleep(2.0)
-    assert not before & names(cluster)
-    load.assert_unharmed()
-    assert "killed after" not in cluster.kubelet_log()
 
 
 def test_an_engine_at_the_address_of_one_that_left_is_another_engine(
@@ -231,40 +265,6 @@ def engines_by_address(cluster: Cluster) -> dict[str, str]:
     return {url: info["engine_id"] for url, info in infos.items()}
 
 
-def test_the_prompt_role_grows_under_load_and_shrinks_again_while_completion_stays(
-    cluster: Cluster, url: str, expected: dict[Ask, str]
-) -> None:
-    quick = {"scaleDown": {"stabilizationWindowSeconds": 5}}
-    values: dict[str, object] = {
-        f"{role}.autoscaling": {
-            "hpa": {"enabled": True},
-            "minReplicas": 1,
-            "maxReplicas": 3,
-            "behavior": quick,
-        }
-        for role in ("prompt", "completion")
-    }
-    values["prompt.autoscaling.targets.queuedPromptTokens"] = 200
-    values["prompt.settings.prefix_cache"] = False  # the same prompts come again and again
-    upgrade(cluster, "2", **values)
-    most = {"prompt": 0, "completion": 0}
-
-    def count() -> dict[str, int]:
-        now = {role: len(cluster.ready_pods(role)) for role in most}
-        for role, num_ready in now.items():
-            most[role] = max(most[role], num_ready)
-        return now
-
-    long_prompts = [Ask(f"{number}. " + "The sea is deep and wide. " * 80, 1) for number in range(6)]
-    with running_load(url, ASKS[:1], expected) as streams:
-        with running_load(url, long_prompts) as prompts:
-            eventually(lambda: count()["prompt"] == 3, f"3 prompt pods, now {most}", 180.0)
-        eventually(lambda: count()["prompt"] == 1, "1 prompt pod again", 120.0)
-    assert most == {"prompt": 3, "completion": 1}
-    streams.assert_unharmed()
-    prompts.assert_unharmed()
-
-
 @pytest.mark.chaos
 def test_without_drains_and_migrations_the_same_upgrade_breaks_streams(
     cluster: Cluster, url: str, expected: dict[Ask, str]
@@ -275,8 +275,8 @@ def test_without_drains_and_migrations_the_same_upgrade_breaks_streams(
         **{f"{role}.preStopSeconds": 0 for role in ("prompt", "completion")},
         **{f"{role}.settings.grace_s": 0 for role in ("prompt", "completion")},
     }
-    upgrade(cluster, "3", **careless)
+    upgrade(cluster, "careless", **careless)
     with running_load(url, ASKS, expected) as load:
-        upgrade(cluster, "4", **careless)
+        upgrade(cluster, "careless again", **careless)
         eventually(lambda: len(cluster.all_pods("completion")) == 1, "the old engines have left", 60.0)
     assert load.failures

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -10,7 +11,13 @@ import msgspec
 import pytest
 
 from proxy.discovery.endpoints import Endpoint
-from proxy.engines import MAX_FAILED_PROBES, Engine, EngineDirectory
+from proxy.engines import (
+    MAX_FAILED_PROBES,
+    PROBE_TIMEOUT_S,
+    PROBE_TIMEOUTS,
+    Engine,
+    EngineDirectory,
+)
 from tests.proxy.mock_engines import MockEngine
 from wire.services import EngineInfo
 
@@ -125,6 +132,17 @@ async def test_one_failed_probe_ejects_nobody_but_several_in_a_row_do() -> None:
     fleet.handlers["a"] = failing(httpx.ReadTimeout("slow"))
     states = [(await fleet.probed()).is_routable for _ in range(MAX_FAILED_PROBES)]
     assert states == [True] * (MAX_FAILED_PROBES - 1) + [False]
+
+
+async def test_k5_an_engine_whose_host_is_gone_gets_nothing_after_two_probes() -> None:
+    """Whatever discovery missed: asked after 1 s, 2 s of silence, 1 s, 0.9 s without a connection."""
+    fleet = Fleet("a")
+    await fleet.probed()
+    fleet.handlers["a"] = failing(httpx.ReadTimeout("silent"))
+    assert (await fleet.probed()).is_routable
+    fleet.handlers["a"] = failing(httpx.ConnectTimeout("no answer"))
+    assert not (await fleet.probed()).is_routable
+    assert 1.0 + PROBE_TIMEOUT_S + 1.0 + (PROBE_TIMEOUTS.connect or math.inf) < 5.0
 
 
 async def test_failed_probes_must_follow_each_other() -> None:
