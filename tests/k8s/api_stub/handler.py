@@ -223,8 +223,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.close_connection = True
-        watch.run(self.wfile, int(self._query.get("resourceVersion") or 0), end_s)
+        has_ended = watch.run(self.wfile, int(self._query.get("resourceVersion") or 0), end_s)
+        self.close_connection = not has_ended
 
 
 def _target(parts: list[str]) -> Target:

@@ -36,21 +36,24 @@ class Watch:
         self._begins_with_list = begins_with_list
         self._num_cuts, _ = stub.faults.cut(resource.plural)
 
-    def run(self, stream: IO[bytes], version: int, end_s: float) -> None:
+    def run(self, stream: IO[bytes], version: int, end_s: float) -> bool:
         """Write events after `version` until the time is over or something breaks.
 
-        With 0, or where the client wants a list in the stream, it begins with what there is.
+        With 0, or where the client wants a list in the stream, it begins with what there is. True where the
+        stream has ended as it should, so that its connection is good for another request.
         """
         self._stream = stream
         self._count(+1)
         try:
             if version == 0 or self._begins_with_list:
                 version = self._send_list()
-            if self._follow(version, end_s):
+            has_ended = self._follow(version, end_s)
+            if has_ended:
                 stream.write(b"0\r\n\r\n")
                 stream.flush()
+            return has_ended
         except OSError:
-            pass  # the client has left
+            return False  # the client has left
         finally:
             self._count(-1)
 
