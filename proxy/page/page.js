@@ -64,14 +64,13 @@ function drawEngines() {
 
 function drawLinks() {
   const svg = byId("links");
-  const frame = svg.getBoundingClientRect();
   svg.replaceChildren();
   const cards = (id) => [...byId(id).children];
   for (const from of cards("prompt-engines")) {
     for (const to of cards("completion-engines")) {
-      const a = from.getBoundingClientRect(), b = to.getBoundingClientRect();
-      const start = [a.right - frame.left, a.top + a.height / 2 - frame.top];
-      const end = [b.left - frame.left, b.top + b.height / 2 - frame.top];
+      // Within #topology, so that it does not matter how far the page is scrolled.
+      const start = [from.offsetLeft + from.offsetWidth, from.offsetTop + from.offsetHeight / 2];
+      const end = [to.offsetLeft, to.offsetTop + to.offsetHeight / 2];
       const middle = (start[0] + end[0]) / 2;
       const path = document.createElementNS(svg.namespaceURI, "path");
       path.setAttribute("d", `M${start} C${middle} ${start[1]} ${middle} ${end[1]} ${end}`);

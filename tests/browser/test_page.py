@@ -106,8 +106,21 @@ async def check_charts(page: Page, running: Stack) -> None:
     assert "s ago" in await page.inner_text("#tokens-chart .legend")
 
 
+async def check_links_join_engines(page: Page) -> None:
+    """Wherever the page is scrolled to."""
+    await page.locator("#question").scroll_into_view_if_needed()
+    await page.wait_for_timeout(1500)
+    gap = await page.evaluate("""() => {
+        const path = document.querySelector('#links path').getBoundingClientRect();
+        const card = document.querySelector('#prompt-engines .engine').getBoundingClientRect();
+        return [path.left - card.right, path.top - (card.top + card.height / 2)];
+    }""")
+    assert all(abs(distance) < 3 for distance in gap), gap
+
+
 async def check_fits_a_phone(page: Page) -> None:
     await page.set_viewport_size({"width": 360, "height": 740})
+    await check_links_join_engines(page)
     widths = "[document.documentElement.scrollWidth, innerWidth]"
     needed, given = await page.evaluate(widths)
     assert needed <= given, "nothing is wider than the screen"
