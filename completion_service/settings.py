@@ -16,6 +16,8 @@ OWN_ENGINE_FIELDS = (
     "room_wait_s",
     "arrival_share",
     "speculative",
+    "draft_model",
+    "draft_kv_bytes",
     "num_draft_tokens",
     "admission_estimate",
     "retract_cheapest",
@@ -59,7 +61,15 @@ class CompletionServiceSettings(EngineServiceSettings):
         0.5, gt=0, le=1, description="part of the KV pool that sequences on their way here may take"
     )
     speculative: SpeculativeMethod = Field(
-        "off", description="ngram: guess that the text goes on as it did before, verify several tokens a step"
+        "off",
+        description="ngram: guess that the text goes on as it did before, verify several tokens a step;"
+        " model: guess with --draft-model",
+    )
+    draft_model: str | None = Field(
+        None, description="a smaller model with the same tokenizer, in any form that --model takes"
+    )
+    draft_kv_bytes: int = Field(
+        256 << 20, ge=1 << 20, description="memory for keys and values of the draft model"
     )
     num_draft_tokens: int = Field(
         4, ge=1, le=16, description="tokens guessed for a sequence in a step at most"

@@ -11,6 +11,7 @@ from engine.before_ready import check_transfers, warm_up
 from engine.choices import Choices
 from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.config import EngineConfig
+from engine.draft_model import DraftModel
 from engine.drafters import Drafter, PromptLookup
 from engine.errors import EngineError, EngineStartError
 from engine.grammars import Grammars
@@ -31,6 +32,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transports import check_rdma, make_transport
+from model_files import ModelConfig
 from model_files.errors import ModelFilesError
 from model_files.interface import ModelFiles
 from model_files.resolve import resolve_model
@@ -72,6 +74,7 @@ def build_engine(
         settings = scheduler_config(config, runner)
         group = build_group(config, settings, files, wake, report)
         scheduler = Scheduler(settings, group=group)
+        drafter = build_drafter(config, files, runner, scheduler, report)
         report("starting transfers", 0.9)
         identity = Identity(config.engine_id, config.epoch, compatibility(config, files, runner))
         choices = Choices(scheduler)
@@ -89,7 +92,7 @@ def build_engine(
         choices=choices,
         group=group,
         overlap=config.overlap,
-        drafter=build_drafter(settings),
+        drafter=drafter,
         grammars=Grammars(files.tokenizer, runner.config.vocab_size, runner.config.eos_token_ids, wake),
         activity_log=activity_log,
     )
@@ -110,6 +113,11 @@ def build_engine(
 def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
     """The scheduler's configuration; `EngineStartError` when the pool cannot hold the promised length."""
     pool, model = runner.kv_pool, runner.config
+    if runner.states is not None and config.max_num_draft_tokens:
+        raise EngineStartError(
+            f"--speculative {config.speculative}: this model keeps a state per sequence, which cannot be "
+            "wound back over wrong drafts; start with --speculative off"
+        )
     num_pool_tokens = (pool.num_blocks - 1) * config.block_size
     max_model_len = config.max_model_len or min(model.max_position_embeddings, num_pool_tokens)
     if max_model_len > model.max_position_embeddings:
@@ -148,8 +156,54 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
     )
 
 
-def build_drafter(settings: SchedulerConfig) -> Drafter | None:
-    return PromptLookup(settings.num_draft_slots) if settings.num_draft_slots else None
+def build_drafter(
+    config: EngineConfig, files: ModelFiles, runner: Runner, scheduler: Scheduler, report: ReportProgress
+) -> Drafter | None:
+    settings = scheduler.config
+    if not settings.num_draft_slots:
+        return None
+    if config.draft_model is None:
+        return PromptLookup(settings.num_draft_slots)
+    report("loading the draft model", 0.8)
+    return load_draft_model(config, config.draft_model, files, runner.config, scheduler)
+
+
+def load_draft_model(
+    config: EngineConfig, name: str, files: ModelFiles, target: ModelConfig, scheduler: Scheduler
+) -> DraftModel:
+    """`EngineStartError` where the model cannot draft for the target."""
+    draft_files = resolve_model(name)
+    own, other = (some.tokenizer().get_vocab() for some in (files, draft_files))
+    if own != other:
+        odd = sorted(set(own.items()) ^ set(other.items()), key=lambda item: item[1])[0]
+        raise EngineStartError(
+            f"--draft-model {name} has another tokenizer than {files.name}, such as at token {odd[1]} "
+            f"({odd[0]!r}); a draft model needs the same one"
+        )
+    settings = scheduler.config
+    num_positions = draft_files.config().max_position_embeddings
+    max_len = min(num_positions, settings.max_model_len + 2 * settings.max_num_draft_tokens)
+    runner = load_model_runner(
+        draft_files,
+        weight_format=config.dtype,
+        block_size=config.block_size,
+        kv_bytes=config.draft_kv_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_len,
+        num_threads=config.num_threads,
+    )
+    if runner.states is not None:
+        raise EngineStartError(
+            f"--draft-model {name} keeps a state per sequence, which cannot be wound back over wrong drafts; "
+            "take a model that keeps keys and values only"
+        )
+    return DraftModel(
+        runner,
+        scheduler,
+        num_slots=settings.num_draft_slots,
+        vocab_size=target.vocab_size,
+        max_len=min(max_len, runner.kv_pool.num_blocks * config.block_size),
+    )
 
 
 def build_group(

@@ -6,8 +6,9 @@ from typing import Literal
 from engine.errors import EngineStartError
 from wire.services import EngineRole
 
-SpeculativeMethod = Literal["off", "ngram"]
-"""Where drafts come from; ngram: what followed the newest tokens when they stood in the text before."""
+SpeculativeMethod = Literal["off", "ngram", "model"]
+"""Where drafts come from; ngram: what followed the newest tokens when they stood in the text before; model: a
+smaller model with the same tokenizer."""
 
 
 KernelChoice = Literal["auto", "native", "torch"]
@@ -44,6 +45,8 @@ class EngineConfig:
     """False computes a preempted sequence again; a completion engine cannot."""
 
     speculative: SpeculativeMethod = "off"
+    draft_model: str | None = None
+    draft_kv_bytes: int = 256 << 20
     num_draft_tokens: int = 4
     """Drafts verified for a sequence in a step at most."""
 
@@ -117,6 +120,11 @@ class EngineConfig:
     def check(self) -> None:
         """`EngineStartError` for settings that contradict each other, before anything is loaded."""
         self._check_group()
+        if self.role != "prompt" and (self.speculative == "model") != (self.draft_model is not None):
+            raise EngineStartError(
+                f"--speculative {self.speculative} with --draft-model {self.draft_model}: a draft model "
+                "needs --speculative model, and that needs --draft-model PATH"
+            )
         if self.role == "completion" and not self.stop_preempted_request:
             raise EngineStartError(
                 "--no-stop-preempted-request: a completion engine has no prefill and cannot compute a "

@@ -14,6 +14,7 @@ from shared_scheduler import Batch, Cohort
 from wire.sampling import SamplingParams
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,25 @@ class _Draws:
         return self.output_index + min(place, len(self.drafts))
 
 
+@dataclass(frozen=True, slots=True)
+class _FixedEdits:
+    """What one sequence changes in every step, as arrays."""
+
+    index: int
+    biased: Int64Array
+    biases: Float32Array
+    ends: Int64Array
+    """Not to be drawn before `min_tokens`."""
+    min_tokens: int
+
+
 class EditPlanner:
     """Plans one step at a time, in launch order."""
 
     def __init__(self, eos_token_ids: Items[int]) -> None:
         self._eos = tuple(eos_token_ids)
         self._cohort: Cohort | None = None
-        self._fixed: list[tuple[int, SamplingParams]] = []
+        self._fixed: list[_FixedEdits] = []
 
     def plan(
         self,
@@ -56,25 +69,32 @@ class EditPlanner:
         if cohort is not self._cohort:
             self._cohort = cohort
             params = [(i, sequence.sampling) for i, sequence in enumerate(cohort.sequences)]
-            self._fixed = [(i, p) for i, p in params if p.logit_bias or p.min_tokens]
+            self._fixed = [self._fixed_edits(i, p) for i, p in params if p.logit_bias or p.min_tokens]
         if not (self._fixed or updates):
             return None
         edits, places = LogitEdits(), _Places(batch, draws, uncommitted)
-        for index, sampling in self._fixed:
-            self._edit_fixed(edits, places.of(index), sampling)
+        for fixed in self._fixed:
+            self._edit_fixed(edits, places.of(fixed.index), fixed)
         for update in updates:
             self._edit_by_history(edits, places.of(update.index), update)
         return edits
 
-    def _edit_fixed(self, edits: LogitEdits, draws: _Draws, sampling: SamplingParams) -> None:
-        biased = np.array([token_id for token_id, _ in sampling.logit_bias], np.int64)
-        biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
-        ends = np.array([*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)], np.int64)
+    def _fixed_edits(self, index: int, sampling: SamplingParams) -> _FixedEdits:
+        ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
+        return _FixedEdits(
+            index,
+            np.array([token_id for token_id, _ in sampling.logit_bias], np.int64),
+            np.array([bias for _, bias in sampling.logit_bias], np.float32),
+            np.array(ends, np.int64),
+            sampling.min_tokens,
+        )
+
+    def _edit_fixed(self, edits: LogitEdits, draws: _Draws, fixed: _FixedEdits) -> None:
         for place, row in enumerate(draws.rows):
-            if biased.size:
-                edits.bias(row, biased, biases)
-            if draws.index_at(place) < sampling.min_tokens and ends.size:
-                edits.ban(row, ends)
+            if fixed.biased.size:
+                edits.bias(row, fixed.biased, fixed.biases)
+            if draws.index_at(place) < fixed.min_tokens and fixed.ends.size:
+                edits.ban(row, fixed.ends)
 
     def _edit_by_history(self, edits: LogitEdits, draws: _Draws, update: HistoryUpdate) -> None:
         history, sampling = update.history, update.sampling

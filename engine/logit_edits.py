@@ -74,6 +74,11 @@ class LogitEdits:
         self._masks.append(bitmask)
         self._apply_bitmask = apply
 
+    def rows(self) -> Int64Array:
+        """Those that are changed, ascending."""
+        changed = (self._biased.rows, self._penalised.rows, self._banned.rows, self._masked_rows)
+        return np.unique(np.array([row for rows in changed for row in rows], np.int64))
+
     def apply_(self, logits: torch.Tensor) -> None:
         """`logits` float32 [R, vocab]."""
         if self._biased.rows:

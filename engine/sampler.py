@@ -25,6 +25,9 @@ NO_LOGPROBS = -1
 _NUCLEUS_CANDIDATES = 512
 """Most nuclei are smaller than this; the others pay for a full sort."""
 
+_BLOCK = 128
+"""Tokens whose weights are summed up first."""
+
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -121,10 +124,11 @@ class Sampler:
         can_draw, dead_ends = np.ones(len(rows), bool), tuple[int, ...]()
         if edits is not None:
             edits.apply_(logits)
-            largest, best_ids = logits.max(dim=-1)
+            edited = torch.from_numpy(edits.rows())
+            largest[edited], best_ids = logits[edited].max(dim=-1)
             can_draw = torch.isfinite(largest).numpy()
             dead_ends = tuple(np.flatnonzero(~can_draw).tolist())
-            token_ids = torch.where(torch.from_numpy(can_draw), best_ids, token_ids)
+            token_ids[edited] = torch.where(torch.isfinite(largest[edited]), best_ids, token_ids[edited])
         drawn = np.flatnonzero((rows.temperature > 0) & can_draw)
         if len(drawn):
             index = torch.from_numpy(drawn)
@@ -139,13 +143,35 @@ class Sampler:
 def _draw(logits: torch.Tensor, rows: SamplingRows, drawn: npt.NDArray[np.intp]) -> torch.Tensor:
     """Token ids [M] from logits [M, vocab], which are at most 0 and are overwritten."""
     weights = logits.div_(torch.from_numpy(rows.temperature[drawn])[:, None]).exp_()
-    if rows.min_p.any():
-        weights.masked_fill_(weights < torch.from_numpy(rows.min_p[drawn])[:, None], 0.0)
+    min_p = rows.min_p[drawn]
+    if min_p.any():
+        limited = torch.from_numpy(np.flatnonzero(min_p))
+        some = weights[limited]
+        weights[limited] = some.masked_fill_(some < torch.from_numpy(min_p)[limited, None], 0.0)
     _filter(weights, rows.top_k[drawn], rows.top_p[drawn])
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    noise = torch.from_numpy(uniform_noise(rows.seed[drawn], rows.output_index[drawn]))
-    targets = (noise * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+    return _pick(weights, torch.from_numpy(uniform_noise(rows.seed[drawn], rows.output_index[drawn])))
+
+
+def _pick(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Where the running sum of each row of `weights` [M, vocab] passes the share `noise` [M] of its total.
+
+    First among the sums of blocks, then within one: running sums of a whole vocabulary are slow.
+    """
+    num_rows, vocab_size = weights.shape
+    if vocab_size % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocab_size % _BLOCK))
+    blocks = weights.view(num_rows, -1, _BLOCK)
+    sums = blocks.sum(dim=-1).double()
+    ends = sums.cumsum(dim=-1)
+    targets = noise[:, None] * ends[:, -1:]
+    chosen = torch.searchsorted(ends, targets, right=True).clamp_(max=ends.shape[1] - 1)
+    own = sums.gather(1, chosen)
+    share = (targets - (ends.gather(1, chosen) - own)) / own
+    inner = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1).double().cumsum(dim=-1)
+    total = inner[:, -1:]
+    place = torch.searchsorted(inner, share.clamp_(min=0.0) * total, right=True)
+    last = (inner < total).sum(dim=-1, keepdim=True)  # rounding must not lead behind the last weight
+    return (chosen * _BLOCK + torch.minimum(place, last)).squeeze(-1)
 
 
 def _filter(weights: torch.Tensor, top_k: Int32Array, top_p: Float32Array) -> None:
@@ -172,7 +198,7 @@ def _thresholds(weights: torch.Tensor, limits: Int64Array, top_p: npt.NDArray[np
     targets = masses.gather(1, last_limited)
     if not limited.all():
         unlimited = torch.from_numpy(np.flatnonzero(~limited))
-        targets[unlimited] = weights[unlimited].cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+        targets[unlimited] = weights[unlimited].sum(dim=-1, keepdim=True, dtype=torch.float64)
     targets *= torch.from_numpy(top_p)[:, None]
     last = torch.searchsorted(masses, targets)
     thresholds = ordered.gather(1, torch.minimum(last, last_limited))

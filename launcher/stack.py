@@ -78,7 +78,13 @@ class StackSettings(ProcessSettings):
     prefix_cache: bool = Field(True, description="reuse the KV blocks of prompts that begin alike")
     overlap: bool = Field(False, description="schedule the next step while the model runs")
     speculative: SpeculativeMethod = Field(
-        "off", description="ngram: guess that the text goes on as it did before, verify several tokens a step"
+        "off",
+        description="ngram: guess that the text goes on as it did before, verify several tokens a step;"
+        " model: guess with --draft-model",
+    )
+    draft_model: str | None = Field(None, description="a smaller model with the same tokenizer")
+    draft_kv_bytes: int | None = Field(
+        None, ge=1 << 20, description="memory for keys and values of the draft model"
     )
     num_draft_tokens: int | None = Field(
         None, ge=1, le=16, description="tokens guessed for a sequence in a step at most"
@@ -157,7 +163,14 @@ SHARED_WITH_SERVICES = (
     "pull_back",
 )
 PREFILL_OPTIONS = ("waiting_policy", "waiting_age_limit", "max_chunk_tokens")
-DECODE_OPTIONS = ("speculative", "num_draft_tokens", "admission_estimate", "retract_cheapest")
+DECODE_OPTIONS = (
+    "speculative",
+    "draft_model",
+    "draft_kv_bytes",
+    "num_draft_tokens",
+    "admission_estimate",
+    "retract_cheapest",
+)
 
 
 async def serve(settings: StackSettings) -> int:

@@ -149,6 +149,12 @@ class Scheduler:
         """A decode step took this long: feeds the choice of how many drafts to verify."""
         self._step_time.observe(len(outputs.sequences), outputs.num_batched_tokens, forward_s, sampler_s)
 
+    def predict_decode_s(self, num_sequences: int, num_tokens: int) -> float | None:
+        """Seconds of a decode step with so many tokens to compute; None until steps were measured."""
+        if not self._step_time.is_measured:
+            return None
+        return float(self._step_time.predict_s(num_sequences, np.array([num_tokens]))[0])
+
     # ----- COMPLETION: KV comes from a prompt engine
 
     def reserve_remote(self, sequence: Sequence, now_s: float) -> AllocStatus:

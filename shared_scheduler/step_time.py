@@ -9,8 +9,17 @@ FORGETTING = 0.98
 """Weight of an observation after one newer one: the fit follows about the last 50 steps."""
 
 
+MIN_SEEN = 3
+"""Steps of one shape after which their mean counts, instead of the lines."""
+MEAN_STEPS = 20
+"""Steps that a mean looks back, about."""
+
+
 class StepTimeModel:
     """Step seconds = forward(graph size) + sampler(sequences), each a line with non-negative slope.
+
+    Of shapes that were seen often enough the mean of the last steps counts: computing two rows can cost twice
+    as much as one, and as much as five, which no line says.
 
     `graph_sizes`, ascending: token counts for which the worker has a captured graph; a step is padded to the
     next one. Empty: no padding.
@@ -20,19 +29,35 @@ class StepTimeModel:
         self._graph_sizes = graph_sizes
         self._forward = _Line()
         self._sampler = _Line()
+        self._means: dict[tuple[int, int], tuple[int, float]] = {}
+        """By sequences and graph size: how many steps, at most MEAN_STEPS, and their mean."""
 
     @property
     def is_fitted(self) -> bool:
         return self._forward.is_fitted
 
+    @property
+    def is_measured(self) -> bool:
+        return bool(self._means)
+
     def observe(self, num_sequences: int, num_tokens: int, forward_s: float, sampler_s: float) -> None:
-        self._forward.add(self.graph_size(num_tokens), forward_s)
+        size = self.graph_size(num_tokens)
+        self._forward.add(size, forward_s)
         self._sampler.add(num_sequences, sampler_s)
+        num_seen, mean = self._means.get((num_sequences, size), (0, 0.0))
+        num_seen = min(num_seen + 1, MEAN_STEPS)
+        self._means[num_sequences, size] = num_seen, mean + (forward_s + sampler_s - mean) / num_seen
 
     def predict_s(self, num_sequences: int, num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Seconds for each of the token counts."""
-        sizes = np.array([self.graph_size(count) for count in num_tokens.tolist()], np.float64)
-        return self._forward.at(sizes) + self._sampler.at(np.full(sizes.size, num_sequences, np.float64))
+        padded = [self.graph_size(count) for count in num_tokens.tolist()]
+        sizes = np.array(padded, np.float64)
+        lines = self._forward.at(sizes) + self._sampler.at(np.full(sizes.size, num_sequences, np.float64))
+        means = (self._means.get((num_sequences, size), (0, 0.0)) for size in padded)
+        known = ((place, mean) for place, (num_seen, mean) in enumerate(means) if num_seen >= MIN_SEEN)
+        for place, mean in known:
+            lines[place] = max(mean, 1e-9)
+        return lines
 
     def graph_size(self, num_tokens: int) -> int:
         index = bisect_left(self._graph_sizes, num_tokens)

@@ -78,12 +78,13 @@ def save_tiny_model(
     *,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "1GB",
+    seed: int = 1,
     **options: object,
 ) -> transformers.PreTrainedModel:
     """A random checkpoint of a family such as `Llama`, in Hugging Face layout; biases are random too."""
     model_class = getattr(transformers, f"{family}ForCausalLM")
     config = model_class.config_class(**{**TINY, **options})
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

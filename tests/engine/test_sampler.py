@@ -1,5 +1,7 @@
 """Statistical tests use fixed seeds, so they cannot fail by chance."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -7,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.draw_rows import sampling_rows
 from engine.errors import ModelOutputError
 from engine.logit_edits import LogitEdits
 from engine.noise import philox, uniform_noise
 from engine.sampler import NO_LOGPROBS, SampledTokens, Sampler, SamplingRows
+from wire.sampling import SamplingParams
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.5, -0.5]])
 VOCAB = LOGITS.shape[1]
@@ -262,3 +266,35 @@ def test_a_row_with_nothing_left_is_named_and_takes_the_models_first_choice(temp
     assert edited.token_ids[1] == LOGITS.argmax()
     assert edited.token_ids[[0, 2]].tolist() == plain.token_ids[[0, 2]].tolist()
     assert plain.dead_ends == ()
+
+
+@pytest.mark.parametrize("vocab_size", [128, 1000, 49152])
+def test_a_row_is_drawn_alone_as_among_many(vocab_size: int) -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(64, vocab_size) * 3
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"top_k": 40, "top_p": 0.9},
+        {"min_p": 0.05},
+        {"temperature": 0.0},
+    )
+    params = [SamplingParams(max_tokens=9, seed=i, **ways[i % 4]) for i in range(64)]
+    index = np.arange(64, dtype=np.int32)
+    together = Sampler().sample(logits.clone(), sampling_rows(params, index)).token_ids
+    for i in (0, 1, 2, 3, 17, 63):
+        alone = Sampler().sample(
+            logits[i : i + 1].clone(), sampling_rows(params[i : i + 1], index[i : i + 1])
+        )
+        assert alone.token_ids[0] == together[i]
+
+
+def test_draws_across_blocks_follow_the_weights() -> None:
+    """A thousand seeds; zeros between and behind the weights are never drawn."""
+    weights = torch.zeros(300)
+    weights[[5, 127, 128, 260]] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    params = [SamplingParams(max_tokens=1, seed=seed) for seed in range(1000)]
+    rows = sampling_rows(params, np.zeros(1000, np.int32))
+    drawn = Sampler().sample(weights.log().expand(1000, -1).clone(), rows).token_ids
+    counts = np.bincount(drawn, minlength=300)
+    assert counts.sum() == counts[[5, 127, 128, 260]].sum()
+    assert counts[[5, 127, 128, 260]] / 1000 == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.05)
