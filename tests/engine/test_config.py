@@ -1,6 +1,7 @@
 """Settings of a group that contradict each other are refused before anything is loaded."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -52,3 +53,11 @@ def test_a_completion_engine_has_no_waiting_policy_but_the_estimate() -> None:
         False,
     ]
     assert replace(alone, admission_estimate=True).has_admission_estimate
+
+
+@pytest.mark.parametrize(("method", "draft_model"), [("model", None), ("ngram", "small"), ("off", "small")])
+def test_a_draft_model_and_its_method_belong_together(method: Any, draft_model: str | None) -> None:
+    alone = replace(RANK, dp_size=1, dp_rank=0)
+    with pytest.raises(EngineStartError, match=f"--speculative {method} with --draft-model {draft_model}"):
+        replace(alone, speculative=method, draft_model=draft_model).check()
+    replace(alone, speculative="model", draft_model="small").check()

@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
+from engine import assembly
 from engine.draft_model import RETRY_CALLS, DraftModel, GuessRates
 from engine.drafters import DraftContext
+from engine.errors import EngineStartError
 from engine.ipc import AddRequest
 from engine.model_runner import ModelRunner
 from shared_scheduler import Sequence
@@ -213,3 +218,14 @@ def test_rates_follow_what_comes_of_guesses() -> None:
         rates.add(0, False)
     assert rates.of([3, 0]) == pytest.approx([1.0, 0.0], abs=0.01)
     assert rates.overall() == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_model_with_another_tokenizer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def files(*words: str) -> Any:
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+        return SimpleNamespace(name="target", tokenizer=lambda: tokenizer)
+
+    monkeypatch.setattr(assembly, "resolve_model", lambda name: files("a", "c"))
+    config: Any = SimpleNamespace()
+    with pytest.raises(EngineStartError, match=r"--draft-model small has another tokenizer .* token 1"):
+        assembly.load_draft_model(config, "small", files("a", "b"), config, config)
