@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kv_transfer.errors import LayoutError
+from kv_transfer.events import FailReason
 from kv_transfer.layout import BlockIds, Region, RegionKind, check_block_ids
-from kv_transfer.messages import Ending, Introduction, RegionInfo
+from kv_transfer.messages import Confirm, Ending, Introduction, RegionInfo
 from kv_transfer.sink_handover import Destination
 from kv_transfer.transport import BlockRead
 from kv_transfer.units import Units
@@ -50,12 +51,15 @@ def announced_blocks(
     ending: Ending | None,
     *,
     num_blocks: int,
+    max_blocks: int,
     remote_regions: Sequence[Region],
 ) -> BlockIds:
     """All blocks of a prompt of `num_blocks` that are known now that `block_ids` were announced.
 
     `LayoutError` unless they are distinct blocks of the source, and with an ending all of the prompt's.
     """
+    if not 1 <= num_blocks <= max_blocks:
+        raise LayoutError(f"{num_blocks} blocks are none, or over max_blocks ({max_blocks})")
     if len(block_ids) % 4:
         raise LayoutError("block_ids is not a list of int32")
     ids = np.concatenate((known, np.frombuffer(block_ids, dtype="<i4").astype(np.int32)))
@@ -117,6 +121,11 @@ def plan_reads(
         )
         reads.append(BlockRead(region_index(regions, "state"), remote_slot, local_slot))
     return reads
+
+
+def unconfirmed(message: Confirm) -> FailReason:
+    """Why a source did not confirm; what it does not know any more has expired there."""
+    return "expired" if message.reason == "unknown" or message.reason == "released" else message.reason
 
 
 def bytes_of(reads: Sequence[BlockRead], units: Units, regions: Sequence[Region]) -> int:

@@ -1,5 +1,6 @@
 """Where one hand-over stands on the completion side; `sink_ledger` tells how stages follow each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -7,7 +8,9 @@ import numpy as np
 
 from kv_transfer.events import FailReason
 from kv_transfer.layout import BlockIds
-from kv_transfer.messages import Ending, Prefix
+from kv_transfer.messages import Ending, LeaseRef, Prefix
+from kv_transfer.settings import TransferSettings
+from kv_transfer.stats import SinkCounters
 
 
 class Stage(Enum):
@@ -74,6 +77,17 @@ class Handover:
     def num_local_blocks(self) -> int:
         return 0 if self.destination is None else int(self.destination.block_ids.size)
 
+    def leave_stage(self, name: str, now_s: float, counters: SinkCounters) -> None:
+        counters.add_stage(name, now_s - self.stage_since_s)
+        self.stage_since_s = now_s
+
+    def count_read(self, num_bytes: int, now_s: float, settings: TransferSettings, *, is_first: bool) -> None:
+        """A read has begun; it shares the link with those before it."""
+        others_until_s = 0.0 if is_first else self.deadline_s
+        self.num_bytes += num_bytes
+        until_s = now_s + settings.read_deadline_s(num_bytes)
+        self.deadline_s = max(until_s, others_until_s + num_bytes / settings.min_rate_bytes_per_s)
+
     def check_invariants(self, *, is_connected: bool) -> None:
         """`is_connected`: the hello is over."""
         has_destination = self.stage in (Stage.READING, Stage.CONFIRMING, Stage.QUARANTINED)
@@ -94,3 +108,18 @@ class Handover:
         if self.stage is Stage.CONFIRMING and now_s >= self.deadline_s:
             return "confirm_timeout"
         return None
+
+
+def leases_of(handovers: Mapping[str, Handover]) -> list[LeaseRef]:
+    """What is to be renewed."""
+    return [
+        LeaseRef(handover.handover_id, handover.generation)
+        for handover in handovers.values()
+        if handover.stage in RENEWED
+    ]
+
+
+def num_quarantined_blocks(handovers: Mapping[str, Handover]) -> int:
+    """Also for other threads than the pump's."""
+    quarantined = [each for each in list(handovers.values()) if each.stage is Stage.QUARANTINED]
+    return sum(handover.num_local_blocks for handover in quarantined)

@@ -38,9 +38,18 @@ from kv_transfer.messages import (
     Want,
 )
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sink_checks import announced_blocks, bytes_of, check_destination, plan_reads
+from kv_transfer.sink_checks import announced_blocks, bytes_of, check_destination, plan_reads, unconfirmed
 from kv_transfer.sink_farewells import Farewells
-from kv_transfer.sink_handover import LEASED, OVERDUE, RENEWED, Destination, Handover, Stage
+from kv_transfer.sink_handover import (
+    LEASED,
+    OVERDUE,
+    RENEWED,
+    Destination,
+    Handover,
+    Stage,
+    leases_of,
+    num_quarantined_blocks,
+)
 from kv_transfer.sink_reads import Reads
 from kv_transfer.sink_verification import Verifications
 from kv_transfer.stats import SinkCounters
@@ -92,11 +101,7 @@ class SinkLedger:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        return sum(
-            handover.num_local_blocks
-            for handover in list(self._handovers.values())
-            if handover.stage is Stage.QUARANTINED
-        )
+        return num_quarantined_blocks(self._handovers)
 
     # From the session
 
@@ -158,7 +163,7 @@ class SinkLedger:
         except LayoutError as error:
             self._fail(handover, "bad_pull", str(error), now_s)
             return
-        self._leave_stage(handover, "queue", now_s)
+        handover.leave_stage("queue", now_s, self._counters)
         handover.destination = destination
         handover.num_posted_units = first_block * self._units.per_local
         handover.stage = Stage.READING
@@ -186,7 +191,7 @@ class SinkLedger:
         handover.num_tokens = message.num_tokens
         if not self._learn(handover, message.block_ids, message.ending, now_s):
             return
-        self._leave_stage(handover, "wait", now_s)
+        handover.leave_stage("wait", now_s, self._counters)
         handover.stage = Stage.OFFERED
         handover.lease_until_s = now_s + message.ttl_s
         num_blocks = num_blocks_for(message.num_tokens, self._block_size)
@@ -225,29 +230,22 @@ class SinkLedger:
                 self._counters.ignored["unknown"] += 1
             return  # the answer to an abort
         if not message.confirmed:
-            reason: FailReason = (
-                "expired" if message.reason == "unknown" or message.reason == "released" else message.reason
+            self._fail(
+                handover, unconfirmed(message), f"the prompt engine did not confirm: {message.reason}", now_s
             )
-            self._fail(handover, reason, f"the prompt engine did not confirm: {message.reason}", now_s)
             return
-        self._leave_stage(handover, "confirm", now_s)
+        handover.leave_stage("confirm", now_s, self._counters)
         assert handover.destination is not None
         assert handover.ending is not None
         del self._handovers[handover.handover_id]
-        self._counters.arrived += 1
-        self._counters.blocks_skipped += handover.destination.first_block
-        self._counters.bytes_skipped += handover.destination.first_block * self._kv_block_bytes
+        self._counters.add_arrival(handover.destination.first_block, self._kv_block_bytes)
         self._emit(Arrived(handover.handover_id, handover.ending.first_tokens))
 
     # Leases
 
     def leases(self) -> list[LeaseRef]:
         """What is to be renewed."""
-        return [
-            LeaseRef(handover.handover_id, handover.generation)
-            for handover in self._handovers.values()
-            if handover.stage in RENEWED
-        ]
+        return leases_of(self._handovers)
 
     def on_lease(self, lease: LeaseRef, until_s: float | None, now_s: float) -> None:
         """The source's answer for one lease: it holds until then, or is gone (None)."""
@@ -318,15 +316,12 @@ class SinkLedger:
         """Note what the source says is computed; False if it cannot be and the hand-over has failed."""
         num_blocks = num_blocks_for(handover.num_tokens, self._units.remote_block_size)
         try:
-            if not 1 <= num_blocks <= self._settings.max_blocks:
-                raise LayoutError(
-                    f"{num_blocks} blocks are none, or over max_blocks ({self._settings.max_blocks})"
-                )
             handover.remote_ids = announced_blocks(
                 handover.remote_ids,
                 block_ids,
                 ending,
                 num_blocks=num_blocks,
+                max_blocks=self._settings.max_blocks,
                 remote_regions=self._remote_regions,
             )
         except LayoutError as error:
@@ -356,7 +351,7 @@ class SinkLedger:
     def _start(self, handover: Handover, reads: Sequence[BlockRead], now_s: float) -> bool:
         """False if it failed."""
         assert self._reads is not None
-        others_until_s = handover.deadline_s if handover.read_ids else 0.0
+        is_first = not handover.read_ids
         try:
             self._reads.start(handover, reads)
         except PeerLost as error:
@@ -366,10 +361,7 @@ class SinkLedger:
             self._fail(handover, "read_failed", str(error), now_s)
             return False
         num_bytes = bytes_of(reads, self._units, self._regions)
-        handover.num_bytes += num_bytes
-        # It shares the link with the reads before it.
-        until_s = now_s + self._settings.read_deadline_s(num_bytes)
-        handover.deadline_s = max(until_s, others_until_s + num_bytes / self._settings.min_rate_bytes_per_s)
+        handover.count_read(num_bytes, now_s, self._settings, is_first=is_first)
         return True
 
     def _confirm_if_whole(self, handover: Handover, now_s: float) -> None:
@@ -385,7 +377,7 @@ class SinkLedger:
             self._fail(handover, "corrupt", str(error), now_s)
 
     def _confirm(self, handover: Handover, now_s: float) -> None:
-        self._leave_stage(handover, "read", now_s)
+        handover.leave_stage("read", now_s, self._counters)
         self._counters.add_stage("tail", now_s - handover.ended_s)
         self._counters.bytes_read += handover.num_bytes
         self._counters.blocks_read += handover.num_local_blocks
@@ -423,7 +415,3 @@ class SinkLedger:
 
     def _release(self, handover: Handover, outcome: Outcome) -> None:
         self._send(Release(self._epoch, handover.handover_id, handover.generation, outcome))
-
-    def _leave_stage(self, handover: Handover, name: str, now_s: float) -> None:
-        self._counters.add_stage(name, now_s - handover.stage_since_s)
-        handover.stage_since_s = now_s

@@ -114,6 +114,12 @@ class SinkCounters:
             else:
                 setattr(self, item.name, mine + theirs)
 
+    def add_arrival(self, num_skipped_blocks: int, block_bytes: int) -> None:
+        """`num_skipped_blocks` were here before, of `block_bytes` each."""
+        self.arrived += 1
+        self.blocks_skipped += num_skipped_blocks
+        self.bytes_skipped += num_skipped_blocks * block_bytes
+
     def add_stage(self, stage: str, seconds: float) -> None:
         self.stage_s[stage] = self.stage_s.get(stage, 0.0) + seconds
         self.stage_counts[stage] += 1
