@@ -32,7 +32,6 @@ class AddressGate:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", networks: Sequence[str], own: str) -> None:
         """`own`: the address under which this process reaches itself."""
         self._networks = parse_networks((*networks, own))
-        self.num_refused = 0
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP_ENDPOINT)
@@ -49,24 +48,24 @@ class AddressGate:
         mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
         return any((mapped or peer) in network for network in self._networks)
 
-    def serve(self) -> bool:
-        """Answer what was asked; True if there was something."""
-        num_answered = 0
+    def serve(self) -> int:
+        """Answer what was asked; returns how many were refused."""
+        num_refused = 0
         with contextlib.suppress(zmq.Again):
-            while num_answered < _MAX_PER_TURN:
-                self._answer(self.socket.recv_multipart(zmq.NOBLOCK))
-                num_answered += 1
-        return num_answered > 0
+            for _ in range(_MAX_PER_TURN):
+                num_refused += not self._answer(self.socket.recv_multipart(zmq.NOBLOCK))
+        return num_refused
 
-    def _answer(self, request: Sequence[bytes]) -> None:
+    def _answer(self, request: Sequence[bytes]) -> bool:
+        """True if it may connect."""
         address = request[3].decode(errors="replace") if len(request) >= _NUM_FIELDS else ""
         is_allowed = self.allows(address)
         if not is_allowed:
-            self.num_refused += 1
             logger.warning("%s may not connect (--control-allow)", address or "a peer without an address")
         status = (b"200", b"OK") if is_allowed else (b"400", b"address not allowed")
         request_id = request[1] if len(request) > 1 else b""
         self.socket.send_multipart([_ZAP_VERSION, request_id, *status, b"", b""])
+        return is_allowed
 
     def close(self) -> None:
         self.socket.close()

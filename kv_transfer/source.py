@@ -97,6 +97,7 @@ class HandoverSource:
             announcements=counters.announcements,
             offers=counters.offers,
             ends_by_reason=dict(counters.ends),
+            refusals_by_field=dict(counters.refusals),
             leases_granted=counters.leases_granted,
             leases_renewed=counters.leases_renewed,
             leases_expired=counters.leases_expired,
@@ -168,7 +169,7 @@ class HandoverSource:
     def _turn(self) -> float:
         assert self._socket is not None
         if self._gate is not None:
-            self._gate.serve()
+            self._ready.counters.refusals["address"] += self._gate.serve()
         frames = receive_all(self._socket)
         for reader, *payload in frames:
             self._ready.on_frames(reader, payload, self._clock())

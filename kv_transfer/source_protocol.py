@@ -41,6 +41,8 @@ class Served:
 
 NOT_INTRODUCED = ""
 
+_OWN_FIELDS = ("protocol", "epoch", "session", "engine_id", "transport")
+
 
 class SourceProtocol:
     """Takes frames, answers through `send`; the peers' bytes never make it raise."""
@@ -152,4 +154,7 @@ class SourceProtocol:
         )
 
     def _refuse(self, reader: ReaderId, field: str, ours: str, theirs: str) -> None:
+        # Peers name fields as they like; those that we do not have are one.
+        is_known = field in _OWN_FIELDS or field in self._identity.compatibility
+        self.counters.refusals[field if is_known else "other"] += 1
         self._send(reader, Refused(self._identity.epoch, field, ours[:1024], theirs[:1024]))

@@ -22,6 +22,8 @@ class SourceStats:
     """Of chunks, before the offer."""
     offers: int
     ends_by_reason: dict[str, int]
+    refusals_by_field: dict[str, int]
+    """Readers that were turned away: what differed, `address` of those outside the allowed networks."""
     leases_granted: int
     leases_renewed: int
     leases_expired: int
@@ -73,6 +75,7 @@ class SourceCounters:
     late_releases: int = 0
     internal_errors: int = 0
     ends: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
     leases_by_peer: OrderedDict[str, Counter[str]] = field(default_factory=OrderedDict)
     """Reader's engine id to what happened to its leases, the reader heard of last at the end."""

@@ -7,7 +7,7 @@ from kv_transfer.errors import SettingsError
 from kv_transfer.events import Arrived, Offered
 from kv_transfer.gate import AddressGate
 from kv_transfer.settings import TransferSettings
-from tests.kv_transfer.builders import FIRST, offer
+from tests.kv_transfer.builders import FIRST, identity, offer
 from tests.kv_transfer.ends import a_sink, a_source, address_of
 
 FROM_ANOTHER_ADDRESS = "tcp://127.0.0.2:0;"
@@ -25,6 +25,7 @@ def test_an_address_outside_the_allowed_networks_is_refused_and_the_sink_is_told
         failed = sink.failure()
         assert failed.reason == "connect_failed"
         assert "its --control-allow" in failed.message
+        assert source.source.stats().refusals_by_field == {"address": 1}
 
 
 @pytest.mark.parametrize("networks", [(), ("10.0.0.0/8", "127.0.0.0/24")])
@@ -68,3 +69,14 @@ def test_networks_of_both_families_are_told_apart(address: str, is_allowed: bool
 def test_a_network_that_is_none_is_named() -> None:
     with zmq.Context() as context, pytest.raises(SettingsError, match=r"10\.0\.0\.0/40"):
         AddressGate(context, ("10.0.0.0/40",), "127.0.0.1")
+
+
+def test_readers_that_are_turned_away_are_counted_by_what_differs() -> None:
+    with a_source() as source, a_sink(own_identity=identity("completion-0", 9, made_up="x")) as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        assert sink.failure().reason == "incompatible"
+        assert source.source.stats().refusals_by_field == {"other": 1}
+    with a_source() as source, a_sink(own_identity=identity("completion-0", 9, dtype="int8")) as sink:
+        sink.sink.request("h", address_of(source.source.control_address))
+        assert sink.failure().reason == "incompatible"
+        assert source.source.stats().refusals_by_field == {"dtype": 1}
