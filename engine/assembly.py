@@ -1,8 +1,9 @@
 """Builds an engine from its configuration: the one place that knows model, pool, scheduler and role."""
 
 import logging
+import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -13,18 +14,22 @@ from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.config import EngineConfig
 from engine.draft_model import DraftModel
 from engine.drafters import Drafter, PromptLookup
-from engine.errors import EngineError, EngineStartError
+from engine.errors import EngineError, EngineStartError, TensorParallelError
 from engine.grammars import Grammars
 from engine.group import EngineGroup
 from engine.handover_role import HandoverRole, NoHandover
 from engine.ipc import Ready
+from engine.kv_pool import KVLayout
 from engine.lending import Lender
 from engine.llm_engine import LLMEngine
+from engine.model.linear import check_weight_format
 from engine.model_runner import Runner, load_model_runner
 from engine.prompt_role import PromptHandover
 from engine.pull_back import PullBack, PullBackLimits
 from engine.rendezvous import GroupPlace, join_group
 from engine.sampler import Sampler
+from engine.tensor_parallel.ranks import RankProcesses
+from engine.tensor_parallel.runner import RankOptions, load_tensor_parallel_runner
 from kv_transfer.errors import TransferError
 from kv_transfer.layout import Identity, Region
 from kv_transfer.messages import PROTOCOL_VERSION
@@ -56,21 +61,12 @@ def build_engine(
     """An engine that can take requests; `EngineStartError` says in one line what stands in the way."""
     keep_freed_memory()
     torch.set_num_threads(config.num_threads)
+    ranks: RankProcesses | None = None
     try:
         report("reading the model", 0.3)
         files = resolve_model(config.model)
         report("loading weights", 0.4)
-        runner = load_model_runner(
-            files,
-            weight_format=config.dtype,
-            block_size=config.block_size,
-            kv_bytes=config.kv_bytes,
-            state_bytes=config.state_bytes,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            num_threads=config.num_threads,
-            kernels=config.kernels,
-        )
+        runner, ranks = load_runner(config, files, wake)
         settings = scheduler_config(config, runner)
         group = build_group(config, settings, files, wake, report)
         scheduler = Scheduler(settings, group=group)
@@ -81,8 +77,12 @@ def build_engine(
         role, transport, control_address = build_role(config, identity, runner, scheduler, choices, wake)
         report("warming up", 0.95)
         warm_up(runner, settings)
-    except (ModelFilesError, EngineError, TransferError, ConfigError) as error:
-        raise EngineStartError(str(error)) from error
+    except BaseException as error:
+        if ranks is not None:
+            ranks.close()
+        if isinstance(error, ModelFilesError | EngineError | TransferError | ConfigError):
+            raise EngineStartError(str(error)) from error
+        raise
     activity_log = make_activity_log(runner.config, config.peak_gflops)
     engine = LLMEngine(
         scheduler,
@@ -95,6 +95,7 @@ def build_engine(
         drafter=drafter,
         grammars=Grammars(files.tokenizer, runner.config.vocab_size, runner.config.eos_token_ids, wake),
         activity_log=activity_log,
+        ranks=ranks,
     )
     ready = Ready(
         model=files.name,
@@ -108,6 +109,43 @@ def build_engine(
         stats=engine.stats(),
     )
     return engine, ready
+
+
+def load_runner(
+    config: EngineConfig, files: ModelFiles, wake: Callable[[], None]
+) -> tuple[Runner, RankProcesses | None]:
+    """The runner, and the processes of the other ranks where it has some."""
+    if config.tp == 1:
+        runner = load_model_runner(
+            files,
+            weight_format=config.dtype,
+            block_size=config.block_size,
+            kv_bytes=config.kv_bytes,
+            state_bytes=config.state_bytes,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            num_threads=config.num_threads,
+            kernels=config.kernels,
+        )
+        return runner, None
+    if config.kernels == "native":
+        raise TensorParallelError(
+            f"--kernels native compute in one process, --tp {config.tp} in several; start with --kernels auto"
+        )
+    options = RankOptions(
+        model=config.model,
+        size=config.tp,
+        weight_format=check_weight_format(config.dtype),
+        block_size=config.block_size,
+        kv_bytes=config.kv_bytes,
+        max_model_len=config.max_model_len,
+        num_threads=config.num_threads,
+        timeout_s=config.tp_timeout_s,
+        log_level=config.log_level,
+        directory=os.path.dirname(config.command_endpoint.removeprefix("ipc://")) or None,
+    )
+    shared = load_tensor_parallel_runner(files, options, wake)
+    return shared, shared.ranks
 
 
 def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
@@ -249,11 +287,18 @@ def compatibility(config: EngineConfig, files: ModelFiles, runner: Runner) -> di
         "model": files.name,
         "revision": files.revision,
         "weights": config.dtype,
-        "kv_layout": str(runner.kv_pool.layout),
+        "kv_layout": str(whole_layout(runner)),
         "block_size": str(config.block_size),
         "state": "none" if runner.states is None else str(runner.states.layout),
-        "tensor_parallel": "1",
     }
+
+
+def whole_layout(runner: Runner) -> KVLayout:
+    """Of all heads, however many ranks share them out: engines of unequal --tp may be paired."""
+    layout = runner.kv_pool.layout
+    if len(runner.kv_shards) == 1:
+        return layout
+    return replace(layout, num_kv_heads=runner.config.num_kv_heads)
 
 
 def build_role(
@@ -325,9 +370,18 @@ def build_ends(
 
 def regions_of(runner: Runner) -> list[Region]:
     """The memory that a hand-over moves: blocks, and a row of the state pool where there is one."""
-    pool, states = runner.kv_pool, runner.states
-    layers = pool.layout.num_layers
-    regions = [Region("kv", pool.address, pool.block_bytes, pool.num_blocks, num_parts=layers)]
+    states, num_heads = runner.states, whole_layout(runner).num_kv_heads
+    regions = [
+        Region(
+            "kv",
+            pool.address,
+            pool.block_bytes,
+            pool.num_blocks,
+            num_parts=pool.layout.num_layers,
+            num_heads=num_heads,
+        )
+        for pool in runner.kv_shards
+    ]
     if states is not None:
         regions.append(Region("state", states.address, states.row_bytes, states.num_slots))
     return regions

@@ -68,6 +68,11 @@ class EngineConfig:
     prefill_any_attempt_interval: int = 100
     """Decode steps of a NORMAL engine between points where a prompt step may be tried."""
 
+    tp: int = 1
+    """Ranks that share out the model: processes of this machine that compute every step together."""
+    tp_timeout_s: float = 20.0
+    """How long a rank may keep the others waiting within a step."""
+
     dp_size: int = 1
     dp_rank: int = 0
     dp_address: str | None = None
@@ -125,6 +130,8 @@ class EngineConfig:
                 f"--speculative {self.speculative} with --draft-model {self.draft_model}: a draft model "
                 "needs --speculative model, and that needs --draft-model PATH"
             )
+        if self.tp < 1:
+            raise EngineStartError(f"--tp {self.tp}: an engine has at least one rank")
         if self.role == "completion" and not self.stop_preempted_request:
             raise EngineStartError(
                 "--no-stop-preempted-request: a completion engine has no prefill and cannot compute a "

@@ -4,6 +4,7 @@ EngineError
 ├── EngineStartError    the engine process cannot start; one line that says what to do
 ├── KVPoolError         the KV pool cannot be made; the message names --kv-bytes or --block-size
 ├── ModelNotSupportedError  neither we nor transformers can compute this model; one line that says why
+├── TensorParallelError a model that --tp ranks cannot share; the message names the numbers that fit
 ├── GrammarError        a structure that no answer can be held to
 ├── GrammarQueueFull    a structure that cannot be compiled now
 ├── KernelsError        the compiled kernels cannot be used here; the message says why
@@ -26,6 +27,10 @@ class KVPoolError(EngineError, ValueError):
 
 class ModelNotSupportedError(EngineError):
     """A model whose attention and cache the engine cannot own."""
+
+
+class TensorParallelError(EngineError, ValueError):
+    """A model that cannot be shared out to so many ranks."""
 
 
 class GrammarError(EngineError, ValueError):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine.errors import KVPoolError
-from kv_transfer.memory import HugePageRegion
+from kv_transfer.memory import HugePageRegion, PoolMemory, SharedRegion
 from model_files import ModelConfig
 
 NULL_BLOCK = 0
@@ -74,7 +74,8 @@ class KVPool:
     (it starts as zeros): rows that attention masks out are still multiplied by a weight of 0.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        """`memory`: None takes memory of its own."""
         if num_blocks < 2:
             raise KVPoolError(
                 f"the KV pool needs 2 blocks of {layout.block_bytes} bytes, one of them the null block, and "
@@ -82,8 +83,8 @@ class KVPool:
             )
         self.layout = layout
         self.num_blocks = num_blocks
-        self._region = allocate(num_blocks * layout.block_bytes, "KV pool", "--kv-bytes")
-        numbers = torch.from_numpy(self._region.buffer.view(np.float32))
+        self.memory: PoolMemory = memory or allocate(num_blocks * layout.block_bytes, "KV pool", "--kv-bytes")
+        numbers = torch.from_numpy(self.memory.buffer.view(np.float32))
         self.tensor = numbers.view(num_blocks, *layout.block_shape)
         """[num_blocks, *layout.block_shape], float32."""
         self.token_rows = numbers.view(num_blocks * layout.num_layers * layout.block_size, -1)
@@ -98,7 +99,7 @@ class KVPool:
 
     @property
     def address(self) -> int:
-        return self._region.address
+        return self.memory.address
 
     @property
     def block_bytes(self) -> int:
@@ -118,16 +119,29 @@ class KVPool:
 
 def allocate(num_bytes: int, what: str, option: str) -> HugePageRegion:
     """Memory for a pool; `KVPoolError` names the option where it does not fit."""
+    check_available(num_bytes, what, option)
+    try:
+        return HugePageRegion(num_bytes)
+    except (OSError, OverflowError) as error:
+        raise KVPoolError(f"cannot map {num_bytes} bytes ({error}); lower {option}") from None
+
+
+def share(num_bytes: int) -> SharedRegion:
+    """Memory for the KV pool of another rank; `KVPoolError` where it does not fit."""
+    check_available(num_bytes, "KV pool of a rank", "--kv-bytes")
+    try:
+        return SharedRegion.create(num_bytes)
+    except (OSError, OverflowError) as error:
+        raise KVPoolError(f"cannot share {num_bytes} bytes ({error}); lower --kv-bytes") from None
+
+
+def check_available(num_bytes: int, what: str, option: str) -> None:
     available = _available_bytes()
     if available is not None and num_bytes > available:
         raise KVPoolError(
             f"the {what} of {num_bytes} bytes does not fit the {available} bytes of free memory; "
             f"lower {option}"
         )
-    try:
-        return HugePageRegion(num_bytes)
-    except (OSError, OverflowError) as error:
-        raise KVPoolError(f"cannot map {num_bytes} bytes ({error}); lower {option}") from None
 
 
 def _available_bytes() -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -43,6 +44,16 @@ from wire.cache import CacheEvent
 from wire.services import OutputToken, ServiceError, TokenLogprobs
 
 
+class OtherRanks(Protocol):
+    """Processes of this machine that the engine cannot compute without."""
+
+    def check(self) -> None:
+        """`GroupError` if one is lost."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step whose results have not been processed."""
@@ -70,6 +81,7 @@ class LLMEngine:
         drafter: Drafter | None = None,
         grammars: Grammars | None = None,
         activity_log: ActivityLog | None = None,
+        ranks: OtherRanks | None = None,
     ) -> None:
         """`choices`: the book that the role shares; None where the role has none.
 
@@ -80,6 +92,8 @@ class LLMEngine:
         `drafter`: guesses of several tokens for every sequence, verified in one step.
 
         `grammars`: for structured output; without it such requests are refused.
+
+        `ranks`: the processes that compute with us; `GroupError` from `poll` or `step` when one is lost.
         """
         self._scheduler = scheduler
         model_step = ModelStep(runner, sampler, eos_token_ids=scheduler.config.eos_token_ids, clock=clock)
@@ -95,6 +109,7 @@ class LLMEngine:
         self._speculation = None if drafter is None else Speculation(scheduler, drafter)
         self._clock = clock
         self._activity_log = activity_log
+        self.ranks = ranks
         self.num_empty_steps = 0
         """Steps in a row that had nothing to run, on any rank."""
         self._refused: list[RequestOutput] = []
@@ -177,6 +192,8 @@ class LLMEngine:
 
     def poll(self) -> Items[RequestOutput]:
         """Handle what the transfer threads and the grammar compiler reported; returns the failures."""
+        if self.ranks is not None:
+            self.ranks.check()
         for request, result in self._admission.ready(self._clock()):
             if isinstance(result, Grammar):
                 self._start(request, result)
@@ -232,6 +249,8 @@ class LLMEngine:
     def close(self) -> None:
         self._admission.close()
         self._executor.close()
+        if self.ranks is not None:
+            self.ranks.close()
         self._role.close()
         self._group.close()
 

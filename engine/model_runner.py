@@ -46,6 +46,8 @@ class Runner(Protocol):
 
     config: ModelConfig
     kv_pool: KVPool
+    kv_shards: tuple[KVPool, ...]
+    """The pools of all ranks, ours first: alike but for the heads they hold."""
     states: StatePool | None
     kernels: str
     """What computes the model: native or torch."""
@@ -85,6 +87,7 @@ class ModelRunner:
         self._attention = attention or TorchAttention()
         self.config = config
         self.kv_pool = kv_pool
+        self.kv_shards: tuple[KVPool, ...] = (kv_pool,)
         self.states: StatePool | None = None
         self.sliding_window = config.sliding_window
 
@@ -147,11 +150,16 @@ def load_model_runner(
         sizes = PoolSizes(kv_bytes=kv_bytes, state_bytes=state_bytes, max_num_seqs=max_num_seqs)
         return load_transformers_runner(files, checked_format, block_size, sizes)
     pool = KVPool.of_bytes(KVLayout.of(config, block_size), kv_bytes)
-    max_positions = max_model_len or config.max_position_embeddings
-    num_positions = min(max_positions, config.max_position_embeddings, pool.num_blocks * block_size)
+    max_positions = num_positions_of(config, max_model_len, pool)
     if library is not None:
         from engine.native.loading import load_native_runner  # imports this module
 
-        return load_native_runner(library, files, checked_format, pool, num_positions, num_threads)
-    model = load_model(files, checked_format, max_positions=num_positions, num_threads=num_threads)
+        return load_native_runner(library, files, checked_format, pool, max_positions, num_threads)
+    model = load_model(files, checked_format, max_positions=max_positions, num_threads=num_threads)
     return ModelRunner(model, config, pool)
+
+
+def num_positions_of(config: ModelConfig, max_model_len: int | None, pool: KVPool) -> int:
+    """How many positions a sequence can ever have."""
+    limit = max_model_len or config.max_position_embeddings
+    return min(limit, config.max_position_embeddings, pool.num_blocks * pool.layout.block_size)

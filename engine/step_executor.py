@@ -101,7 +101,7 @@ class ModelStep:
         previous: StepOutcome | None,
     ) -> StepOutcome:
         """`previous`: what the last step that had a batch has drawn, if this batch may need it."""
-        execute_copies(outputs.copies, self._runner.kv_pool, self._runner.states)
+        execute_copies(outputs.copies, self._runner.kv_shards, self._runner.states)
         batch, uncommitted = outputs.batch, dict[int, tuple[int, ...]]()
         if batch is None:
             return NOTHING_DRAWN

@@ -34,15 +34,25 @@ class TokenDigests:
     """The digests of a sequence's tokens, from its block `first_block` on."""
 
     def __init__(
-        self, region: Region, block_size: int, *, num_tokens: int, group: int, first_block: int = 0
+        self,
+        ranks: Sequence[Region],
+        block_size: int,
+        *,
+        num_tokens: int,
+        group: int,
+        first_block: int = 0,
     ) -> None:
-        """`group`: tokens of one digest. `LayoutError` if blocks do not hold whole groups of tokens."""
+        """`ranks`: kv regions that have every head once; a token is hashed as one rank alone would have it.
+
+        `group`: tokens of one digest. `LayoutError` if blocks do not hold whole groups of tokens.
+        """
+        region = ranks[0]
         if block_size % group or region.block_bytes % (region.num_parts * block_size):
             raise LayoutError(
                 f"digests of {group} tokens cannot be computed over blocks of {block_size} "
                 f"({region.block_bytes} bytes in {region.num_parts} parts)"
             )
-        self._view = region_view(region)
+        self._views = [region_view(rank) for rank in ranks]
         self._shape = (region.num_parts, block_size, -1)
         self._block_size = block_size
         self._num_tokens = num_tokens
@@ -60,7 +70,7 @@ class TokenDigests:
         while not self.is_done(block_ids) and num_bytes < max_bytes:
             self._found += self._of_block(int(block_ids[self._num_blocks]))
             self._num_blocks += 1
-            num_bytes += self._view.shape[1]
+            num_bytes += sum(view.shape[1] for view in self._views)
         return num_bytes
 
     @property
@@ -81,18 +91,32 @@ class TokenDigests:
     def _of_block(self, block_id: int) -> bytes:
         first_token = (self._first_block + self._num_blocks) * self._block_size
         num_valid = min(self._block_size, self._num_tokens - first_token)
-        tokens = np.ascontiguousarray(self._view[block_id].reshape(self._shape).swapaxes(0, 1))
+        tokens = np.ascontiguousarray(self._rows_of(block_id).swapaxes(0, 1))
         groups = range(0, num_valid, self._group)
         return b"".join(digest_of(tokens[start : min(start + self._group, num_valid)]) for start in groups)
+
+    def _rows_of(self, block_id: int) -> npt.NDArray[np.uint8]:
+        """[parts, tokens, bytes]: each token's keys of all heads, then its values."""
+        if len(self._views) == 1:
+            rows: npt.NDArray[np.uint8] = self._views[0][block_id].reshape(self._shape)
+            return rows
+        halves = [view[block_id].reshape(*self._shape[:2], 2, -1) for view in self._views]
+        return np.concatenate(halves, axis=3).reshape(self._shape)
+
+
+def whole_sets(regions: Sequence[Region]) -> list[list[Region]]:
+    """The kv regions as sets that have every head once: several where ranks have what others have too."""
+    kv = [region for region in regions if region.kind == "kv"]
+    num_copies = max(1, len(kv) // kv[0].num_heads)
+    return [kv[copy::num_copies] for copy in range(num_copies)]
 
 
 def source_digests(
     regions: Sequence[Region], block_size: int, num_tokens: int, block_ids: BlockIds, state_slot: int | None
 ) -> bytes:
     """Those of all tokens, then that of the state row if there is one."""
-    kv = next(region for region in regions if region.kind == "kv")
     group = tokens_per_digest(num_tokens, block_size)
-    tokens = TokenDigests(kv, block_size, num_tokens=num_tokens, group=group)
+    tokens = TokenDigests(whole_sets(regions)[0], block_size, num_tokens=num_tokens, group=group)
     while not tokens.is_done(block_ids):
         tokens.advance(block_ids)
     return tokens.found + state_digest(regions, state_slot)

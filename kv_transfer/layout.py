@@ -32,6 +32,8 @@ class Region:
     num_blocks: int
     num_parts: int = 1
     """Contiguous parts of a block, each with all its tokens in order: the layers of a KV block."""
+    num_heads: int = 1
+    """KV heads of the whole model; the kv regions of an engine share them out, in order."""
 
     def __post_init__(self) -> None:
         if self.address <= 0 or self.block_bytes < 1 or self.num_blocks < 1:

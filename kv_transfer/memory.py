@@ -1,6 +1,8 @@
 """Memory that transports read well: huge pages, mapped once."""
 
 import mmap
+import os
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,3 +35,43 @@ class HugePageRegion:
     @property
     def num_bytes(self) -> int:
         return int(self.buffer.nbytes)
+
+
+class PoolMemory(Protocol):
+    """Mapped memory that a pool lives in."""
+
+    buffer: npt.NDArray[np.uint8]
+
+    @property
+    def address(self) -> int: ...
+
+
+class SharedRegion:
+    """`num_bytes` of zeroed memory that several processes of one machine map, each at an address of its own.
+
+    As with `HugePageRegion` there is no unmap. The descriptor is for children to inherit; the memory goes
+    with the last mapping.
+    """
+
+    __slots__ = ("buffer", "fd")
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.fd = fd
+        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> "SharedRegion":
+        fd = os.memfd_create("tandem-kv-pool")
+        os.ftruncate(fd, num_bytes)
+        return cls(fd, num_bytes)
+
+    @classmethod
+    def attach(cls, fd: int, num_bytes: int) -> "SharedRegion":
+        """In the process that inherited `fd`."""
+        return cls(fd, num_bytes)
+
+    @property
+    def address(self) -> int:
+        return int(self.buffer.ctypes.data)

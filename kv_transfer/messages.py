@@ -31,6 +31,9 @@ PROTOCOL_VERSION = 4
 
 MAX_MESSAGE_BYTES = 1 << 20
 
+MAX_REGIONS = 64
+"""Of one engine: a KV pool for each of its ranks, and two more."""
+
 MAX_RENEWALS = 4096
 """Leases in one Renew; a sink with more sends several."""
 
@@ -113,7 +116,7 @@ class Introduction(Struct, frozen=True, tag=True):
     transport_version: _Name
     blob: _Blob
     """The transport's own address of the registered memory."""
-    regions: Annotated[list[RegionInfo], Meta(max_length=16)]
+    regions: Annotated[list[RegionInfo], Meta(max_length=MAX_REGIONS)]
     lease_s: _Seconds
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_transfer.digests import SLICE_BYTES, TokenDigests, state_digest, tokens_per_digest
+from kv_transfer.digests import SLICE_BYTES, TokenDigests, state_digest, tokens_per_digest, whole_sets
 from kv_transfer.layout import BlockIds, Region
 from kv_transfer.offers import Announcement, Offer
 
@@ -28,7 +28,7 @@ class OfferDigests:
 
     def __init__(self, regions: Sequence[Region], block_size: int) -> None:
         self._regions = tuple(regions)
-        self._kv = next(region for region in regions if region.kind == "kv")
+        self._kv = whole_sets(regions)[0]
         self._block_size = block_size
         self._jobs: dict[str, _Job] = {}
 

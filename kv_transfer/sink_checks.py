@@ -6,11 +6,11 @@ import numpy as np
 
 from kv_transfer.errors import LayoutError
 from kv_transfer.events import FailReason
+from kv_transfer.kv_paths import KvPlan
 from kv_transfer.layout import BlockIds, Region, RegionKind, check_block_ids
 from kv_transfer.messages import Confirm, Ending, Introduction, RegionInfo
 from kv_transfer.sink_handover import Destination
 from kv_transfer.transport import BlockRead
-from kv_transfer.units import Units
 
 
 def difference_to(
@@ -18,10 +18,10 @@ def difference_to(
 ) -> tuple[str, str, str] | None:
     """`(field, their value, our value)` of the first thing that forbids reading from this source.
 
-    KV blocks may be of other sizes; whether they fit is for `units_of` to say.
+    KV blocks may be of other sizes, and shared out to more or fewer ranks; whether they fit is for `plan_kv`
+    to say.
     """
-    ours = ", ".join(_row(region) for region in regions)
-    theirs = ", ".join(_row(info) for info in message.regions)
+    ours, theirs = _kinds(regions), _kinds(message.regions)
     if any(info.num_blocks < 1 or info.block_bytes < 1 for info in message.regions):
         theirs = "an empty region"
     for name, their_value, our_value in (
@@ -34,8 +34,9 @@ def difference_to(
     return None
 
 
-def _row(region: Region | RegionInfo) -> str:
-    return "kv" if region.kind == "kv" else f"{region.kind} of {region.block_bytes} bytes"
+def _kinds(regions: Sequence[Region] | Sequence[RegionInfo]) -> str:
+    others = [f"{r.kind} of {r.block_bytes} bytes" for r in regions if r.kind != "kv"]
+    return ", ".join(["kv"] * (len(others) < len(regions)) + others)
 
 
 def region_index(regions: Sequence[Region], kind: RegionKind) -> int:
@@ -96,19 +97,13 @@ def plan_reads(
     destination: Destination,
     new_units: range,
     ending: Ending | None,
-    units: Units,
-    regions: Sequence[Region],
+    plan: KvPlan,
 ) -> list[BlockRead]:
     """The reads that bring the units of tokens `new_units`, and at the end the state row.
 
     `LayoutError` if only one side has a state row.
     """
-    first, end = new_units.start, new_units.stop
-    reads = []
-    if new_units:
-        remote = units.remote_pieces(remote_ids, first, end)
-        local = units.local_pieces(destination.block_ids, first, end, destination.first_block)
-        reads.append(BlockRead(region_index(regions, "kv"), remote, local))
+    reads = plan.kv_reads(remote_ids, destination.block_ids, new_units, destination.first_block)
     if ending is None:
         return reads
     if (destination.state_slot is None) != (ending.state_slot is None):
@@ -119,7 +114,7 @@ def plan_reads(
         remote_slot, local_slot = (
             np.array([slot], dtype=np.int32) for slot in (ending.state_slot, destination.state_slot)
         )
-        reads.append(BlockRead(region_index(regions, "state"), remote_slot, local_slot))
+        reads.append(BlockRead(plan.index_of("state"), remote_slot, local_slot))
     return reads
 
 
@@ -128,10 +123,6 @@ def unconfirmed(message: Confirm) -> FailReason:
     return "expired" if message.reason == "unknown" or message.reason == "released" else message.reason
 
 
-def bytes_of(reads: Sequence[BlockRead], units: Units, regions: Sequence[Region]) -> int:
+def bytes_of(reads: Sequence[BlockRead], plan: KvPlan) -> int:
     """Of all reads together; KV is read in pieces, state rows as a whole."""
-    return sum(int(read.local_ids.size) * _piece_bytes(regions[read.region], units) for read in reads)
-
-
-def _piece_bytes(local: Region, units: Units) -> int:
-    return (units.cut_local(local) if local.kind == "kv" else local).block_bytes
+    return sum(int(read.local_ids.size) * plan.local[read.region].block_bytes for read in reads)

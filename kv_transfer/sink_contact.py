@@ -3,10 +3,8 @@
 import logging
 from dataclasses import dataclass
 
-from kv_transfer.layout import Region
 from kv_transfer.self_test import Broken, Measured, SelfTest, SinkScratch
 from kv_transfer.settings import TransferSettings
-from kv_transfer.sink_checks import region_index
 from kv_transfer.sink_hello import Opened, Unusable
 from kv_transfer.transports.ucx_log import is_rdma
 from wire.services import PromptEngineAddress
@@ -33,7 +31,6 @@ class FirstContact:
         self,
         address: PromptEngineAddress,
         opened: Opened,
-        regions: tuple[Region, ...],
         scratch: SinkScratch,
         settings: TransferSettings,
         now_s: float,
@@ -42,7 +39,7 @@ class FirstContact:
         self._address = address
         self._settings = settings
         self._until_s = now_s + settings.self_test_timeout_s
-        self._test = SelfTest(opened.connection, region_index(regions, "scratch"), scratch, address.epoch)
+        self._test = SelfTest(opened.connection, opened.plan.index_of("scratch"), scratch, address.epoch)
 
     def poll(self) -> PathReport | Unusable | None:
         found = self._test.poll()

@@ -8,13 +8,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.errors import ReadError
+from kv_transfer.errors import LayoutError, ReadError
 from kv_transfer.events import FailReason
+from kv_transfer.kv_paths import KvPlan, plan_kv
 from kv_transfer.layout import Identity, Region
 from kv_transfer.messages import PROTOCOL_VERSION, Hello, Introduce, Introduction, Refused
 from kv_transfer.sink_checks import difference_to, region_index
 from kv_transfer.transport import Connection, RemoteMemory, Transport
-from kv_transfer.units import Units, units_of
 from wire.services import PromptEngineAddress
 
 
@@ -25,7 +25,7 @@ class Opened:
     connection: Connection
     regions: tuple[Region, ...]
     """The source's, in its blocks."""
-    units: Units
+    plan: KvPlan
     lease_s: float
     version: str
     """Of the transport at the source."""
@@ -81,23 +81,19 @@ class SinkHello:
         regions = tuple(
             Region(info.kind, info.address, info.block_bytes, info.num_blocks) for info in message.regions
         )
-        ours, theirs = (each[region_index(each, "kv")] for each in (self._regions, regions))
-        units = units_of(theirs.block_bytes, ours, self._identity.block_size)
-        if units is None:
-            return _mismatch("block_size", f"{theirs.block_bytes} bytes", f"{ours.block_bytes} bytes")
         try:
-            connection = self._connect(message.blob, regions, units)
+            plan = plan_kv(regions, self._regions, self._identity.block_size)
+        except LayoutError as error:
+            return Unusable("incompatible", str(error))
+        if plan is None:
+            ours, theirs = (each[region_index(each, "kv")] for each in (self._regions, regions))
+            return _mismatch("block_size", f"{theirs.block_bytes} bytes", f"{ours.block_bytes} bytes")
+        memory = RemoteMemory(message.blob, plan.remote, self._address.control_address, plan.sources)
+        try:
+            connection = self._transport.connect(memory, plan.local)
         except ReadError as error:
             return Unusable("connect_failed", str(error))
-        return Opened(connection, regions, units, message.lease_s, message.transport_version)
-
-    def _connect(self, blob: bytes, regions: Sequence[Region], units: Units) -> Connection:
-        """Both sides' KV regions as arrays of equal pieces."""
-        remote, local = (
-            tuple(cut(region) if region.kind == "kv" else region for region in side)
-            for cut, side in ((units.cut_remote, regions), (units.cut_local, self._regions))
-        )
-        return self._transport.connect(RemoteMemory(blob, remote, self._address.control_address), local)
+        return Opened(connection, regions, plan, message.lease_s, message.transport_version)
 
 
 def _mismatch(field: str, theirs: str, ours: str) -> Unusable:

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 from kv_transfer.errors import LayoutError, PeerLost, ReadError
 from kv_transfer.events import Arrived, Failed, FailReason, Offered, Reclaimable, SinkEvent
+from kv_transfer.kv_paths import KvPlan
 from kv_transfer.layout import BlockIds, Region, num_blocks_for
 from kv_transfer.messages import (
     Announce,
@@ -79,7 +80,7 @@ class SinkLedger:
         self._epoch = epoch
         self._block_size = block_size
         self._regions = tuple(regions)
-        self._kv_block_bytes = next(region.block_bytes for region in regions if region.kind == "kv")
+        self._kv_block_bytes = sum(region.block_bytes for region in regions if region.kind == "kv")
         self._settings = settings
         self._counters = counters
         self._send = send
@@ -88,7 +89,7 @@ class SinkLedger:
         self._reads: Reads | None = None
         """None until the hello is over."""
         self._remote_regions: tuple[Region, ...] = ()
-        self._units = Units(1, 1, 1, block_size)
+        self._plan: KvPlan | None = None
         self._handovers: dict[str, Handover] = {}
         self._verifications = Verifications()
         self._farewells = Farewells()
@@ -103,11 +104,20 @@ class SinkLedger:
     def num_quarantined_blocks(self) -> int:
         return num_quarantined_blocks(self._handovers)
 
+    @property
+    def _units(self) -> Units:
+        return self._ready_plan.units
+
+    @property
+    def _ready_plan(self) -> KvPlan:
+        assert self._plan is not None, "nothing is granted before the hello is over"
+        return self._plan
+
     # From the session
 
-    def open(self, reads: Reads, remote_regions: tuple[Region, ...], units: Units) -> None:
+    def open(self, reads: Reads, remote_regions: tuple[Region, ...], plan: KvPlan) -> None:
         """The hello is over: ask for what was requested until now."""
-        self._reads, self._remote_regions, self._units = reads, remote_regions, units
+        self._reads, self._remote_regions, self._plan = reads, remote_regions, plan
         for handover in self._handovers.values():
             self._want(handover)
         for handover_id, outcome in self._farewells.take():
@@ -339,7 +349,7 @@ class SinkLedger:
         new_units = range(handover.num_posted_units, num_known)
         try:
             reads = plan_reads(
-                handover.remote_ids, handover.destination, new_units, handover.ending, units, self._regions
+                handover.remote_ids, handover.destination, new_units, handover.ending, self._ready_plan
             )
         except LayoutError as error:
             self._fail(handover, "bad_pull", str(error), now_s)
@@ -360,7 +370,7 @@ class SinkLedger:
         except ReadError as error:
             self._fail(handover, "read_failed", str(error), now_s)
             return False
-        num_bytes = bytes_of(reads, self._units, self._regions)
+        num_bytes = bytes_of(reads, self._ready_plan)
         handover.count_read(num_bytes, now_s, self._settings, is_first=is_first)
         return True
 

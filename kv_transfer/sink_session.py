@@ -57,7 +57,6 @@ class PeerSession:
     ) -> None:
         """Without `scratch` the path is not tested."""
         self.address = address
-        self._regions = tuple(regions)
         self._scratch = scratch
         self._contact: FirstContact | None = None
         """While the path is tested."""
@@ -247,9 +246,7 @@ class PeerSession:
         elif self._scratch is None:
             self._use(opened, now_s)
         else:
-            self._contact = FirstContact(
-                self.address, opened, self._regions, self._scratch, self._settings, now_s
-            )
+            self._contact = FirstContact(self.address, opened, self._scratch, self._settings, now_s)
 
     def _poll_contact(self, contact: FirstContact, now_s: float) -> bool:
         found = contact.poll()
@@ -265,7 +262,7 @@ class PeerSession:
     def _use(self, opened: Opened, now_s: float) -> None:
         self._reads = Reads(opened.connection)
         self._renewals = Renewals(opened.lease_s, now_s)
-        self._ledger.open(self._reads, opened.regions, opened.units)
+        self._ledger.open(self._reads, opened.regions, opened.plan)
 
     def _give_up(self, why: Unusable, now_s: float) -> None:
         self.lose(why.reason, why.message, now_s)

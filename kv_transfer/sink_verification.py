@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 
-from kv_transfer.digests import DIGEST_BYTES, TokenDigests, num_digests, state_digest, tokens_per_digest
+from kv_transfer.digests import (
+    DIGEST_BYTES,
+    TokenDigests,
+    num_digests,
+    state_digest,
+    tokens_per_digest,
+    whole_sets,
+)
 from kv_transfer.errors import LayoutError
 from kv_transfer.layout import Region
 from kv_transfer.messages import Ending
@@ -31,23 +38,29 @@ class Verification:
         self._regions = tuple(regions)
         self._destination = destination
         self._expected = ending.digests
-        self._tokens = TokenDigests(
-            next(region for region in regions if region.kind == "kv"),
-            units.local_block_size,
-            num_tokens=num_tokens,
-            group=tokens_per_digest(num_tokens, source_size),
-            first_block=destination.first_block,
-        )
+        self._sets = [
+            TokenDigests(
+                ranks,
+                units.local_block_size,
+                num_tokens=num_tokens,
+                group=tokens_per_digest(num_tokens, source_size),
+                first_block=destination.first_block,
+            )
+            for ranks in whole_sets(regions)
+        ]
 
     def advance(self) -> bool:
         """True once everything is looked at."""
         block_ids = self._destination.block_ids
-        self._tokens.advance(block_ids)
-        return self._tokens.is_done(block_ids)
+        for tokens in self._sets:
+            if not tokens.is_done(block_ids):
+                tokens.advance(block_ids)
+                return False
+        return True
 
     def difference(self) -> str | None:
         """What is not as the source computed it; call when everything is looked at."""
-        wrong = self._tokens.wrong_blocks(self._expected)
+        wrong = sorted({number for tokens in self._sets for number in tokens.wrong_blocks(self._expected)})
         if wrong:
             numbers, num_all = ", ".join(map(str, wrong[:8])), self._destination.block_ids.size
             return f"{len(wrong)} of {num_all} blocks are not what the prompt engine computed: {numbers}"

@@ -22,6 +22,11 @@ class RemoteMemory:
     blob: bytes
     regions: tuple[Region, ...]
     host_address: str
+    sources: tuple[int, ...] | None = None
+    """Which registered region each of `regions` is, or is cut from; None: they are the registered ones."""
+
+    def source_of(self, region: int) -> int:
+        return region if self.sources is None else self.sources[region]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class BlockRead:
     """Copy block `remote_ids[i]` of the peer's region `region` into block `local_ids[i]` of ours."""
 
     region: int
-    """Index in both sides' region lists, which the hello has checked to be alike."""
+    """Index in the region lists that the connection was opened with."""
     remote_ids: BlockIds
     local_ids: BlockIds
 

@@ -46,6 +46,7 @@ class StackSettings(ProcessSettings):
     dp: int = Field(
         1, ge=1, description="engines that step alike, each in a service of its own (--engine normal)"
     )
+    tp: int = Field(1, ge=1, description="processes that share out the model of each engine")
     prefill_attempt_interval: int | None = Field(
         None, ge=1, description="decode steps between prompt steps that every engine wants (--engine normal)"
     )
@@ -157,6 +158,7 @@ SHARED_WITH_SERVICES = (
     "max_num_batched_tokens",
     "block_size",
     "num_threads",
+    "tp",
     "prefix_cache",
     "overlap",
     "stop_preempted_request",

@@ -31,6 +31,7 @@ class TransformersRunner:
         self._cache = make_cache(shape, kv_pool, states)
         self.config = config
         self.kv_pool = kv_pool
+        self.kv_shards: tuple[KVPool, ...] = (kv_pool,)
         self.states = states
         self.sliding_window = shape.common_window
 

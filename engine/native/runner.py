@@ -27,6 +27,7 @@ class NativeRunner:
         """All linear layers of `weights` are `NativeLinear`."""
         self.config = config
         self.kv_pool = kv_pool
+        self.kv_shards: tuple[KVPool, ...] = (kv_pool,)
         self.states: StatePool | None = None
         self.sliding_window = config.sliding_window
         self._runtime = runtime

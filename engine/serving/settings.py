@@ -21,6 +21,7 @@ SHARED_WITH_ENGINE = (
     "dtype",
     "kernels",
     "num_threads",
+    "tp",
     "block_size",
     "kv_bytes",
     "state_bytes",
@@ -78,6 +79,8 @@ class EngineServiceSettings(ProcessSettings):
     num_threads: int = Field(
         max(1, (os.cpu_count() or 2) // 2), ge=1, description="threads of the engine's matrix products"
     )
+
+    tp: int = Field(1, ge=1, description="processes that share out the model and compute every step together")
 
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a KV block")
     kv_bytes: int = Field(1 << 30, gt=0, description="memory of the KV pool")

@@ -36,12 +36,10 @@ class FakeTransport:
         self.num_blocks_in_last_read = 0
         self._num_permitted = 0
         self._views: list[npt.NDArray[np.uint8]] = []
-        self._scratch: int | None = None
         self._blob: bytes | None = None
 
     def register(self, regions: Sequence[Region], serve_at: str | None) -> bytes:
         self._views = [region_view(region) for region in regions]
-        self._scratch = next((i for i, region in enumerate(regions) if region.kind == "scratch"), None)
         if serve_at is None:
             return b""
         self._blob = uuid.uuid4().bytes
@@ -54,8 +52,8 @@ class FakeTransport:
         views = self._views if regions is None else [region_view(region) for region in regions]
         return FakeConnection(self, memory, views)
 
-    def spares(self, reads: Sequence[BlockRead]) -> bool:
-        return self.spares_self_tests and any(read.region == self._scratch for read in reads)
+    def spares(self, memory: RemoteMemory, reads: Sequence[BlockRead]) -> bool:
+        return self.spares_self_tests and any(memory.regions[read.region].kind == "scratch" for read in reads)
 
     def finish_one(self) -> None:
         """Let the oldest read end although reads are stalled."""
@@ -78,6 +76,7 @@ class FakeConnection:
         self, transport: FakeTransport, memory: RemoteMemory, views: list[npt.NDArray[np.uint8]]
     ) -> None:
         self._transport, self._blob, self._views = transport, memory.blob, views
+        self._memory = memory
         self._remote_shapes = [(region.num_blocks, region.block_bytes) for region in memory.regions]
         self._pending: dict[int, Sequence[BlockRead]] = {}
         self._spared: dict[int, Sequence[BlockRead]] = {}
@@ -95,7 +94,7 @@ class FakeConnection:
 
     def read(self, reads: Sequence[BlockRead]) -> int:
         read_id, self._next_id = self._next_id, self._next_id + 1
-        if self._transport.spares(reads):
+        if self._transport.spares(self._memory, reads):
             self._spared[read_id] = reads
             return read_id
         self._transport.num_reads += 1
@@ -119,7 +118,8 @@ class FakeConnection:
         if self._blob not in _served:
             return ReadResult(read_id, "the fake source is closed", peer_lost=True)
         for read in reads:
-            remote = _served[self._blob][read.region].reshape(self._remote_shapes[read.region])
+            source = self._memory.source_of(read.region)
+            remote = _served[self._blob][source].reshape(self._remote_shapes[read.region])
             local = self._views[read.region]
             runs = merge_runs(read.remote_ids, read.local_ids)
             for source, target, length in zip(

@@ -14,8 +14,10 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import zmq
 
 from kv_transfer.errors import PeerLost, ReadError, TransferError, TransportUnavailable
@@ -46,6 +48,12 @@ PART_BYTES = 32 << 20
 """A same-host transfer copies inside the call; parts let the pump look at its other peers in between."""
 
 POLL_BUDGET_S = 0.005
+
+MAX_PREPARED = 1 << 20
+"""Pieces of a side that are described once; of more, which single heads of token rows are, each read
+describes its own."""
+
+Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class NixlTransport:
@@ -139,6 +147,11 @@ class _Agent:
     def metadata(self) -> bytes:
         return bytes(self.native.getLocalMD())
 
+    def describe(self, addresses: Numbers, sizes: Numbers) -> object:
+        """A descriptor list of single pieces."""
+        array = np.stack((addresses, sizes, np.zeros_like(sizes)), axis=1)
+        return self.bindings.nixlXferDList(self.bindings.DRAM_SEG, array)
+
     def prepare(self, agent_name: str, regions: Sequence[Region]) -> int:
         """A descriptor list whose indices count the blocks of all regions in turn."""
         strided = [(r.address, r.block_bytes, 0, r.block_bytes, r.num_blocks) for r in regions]
@@ -186,11 +199,12 @@ class NixlConnection:
     def __init__(self, agent: _Agent, memory: RemoteMemory, regions: Sequence[Region]) -> None:
         self._agent = agent
         self._remote_name = _text(agent.native.loadRemoteMD(memory.blob))
-        self._local_list = agent.prepare(agent.bindings.NIXL_INIT_AGENT, regions)
-        self._remote_list = agent.prepare(self._remote_name, memory.regions)
+        self._local, self._remote = _Pieces(regions), _Pieces(memory.regions)
+        self._is_prepared = max(self._local.num, self._remote.num) <= MAX_PREPARED
+        if self._is_prepared:
+            self._local_list = agent.prepare(agent.bindings.NIXL_INIT_AGENT, regions)
+            self._remote_list = agent.prepare(self._remote_name, memory.regions)
         self._block_bytes = [region.block_bytes for region in regions]
-        self._local_bases = _bases(regions)
-        self._remote_bases = _bases(memory.regions)
         self._reads: dict[int, _Read] = {}
         self._next_id = 1
 
@@ -241,8 +255,8 @@ class NixlConnection:
     def _parts(self, read: BlockRead) -> list[_Part]:
         remote, local = sort_pairs(read.remote_ids, read.local_ids)
         size = max(1, PART_BYTES // self._block_bytes[read.region])
-        remote = remote + self._remote_bases[read.region]
-        local = local + self._local_bases[read.region]
+        remote = remote + self._remote.bases[read.region]
+        local = local + self._local.bases[read.region]
         return [
             _Part(remote[start : start + size], local[start : start + size])
             for start in range(0, remote.size, size)
@@ -252,21 +266,25 @@ class NixlConnection:
         part = read.unposted.popleft()
         native, bindings = self._agent.native, self._agent.bindings
         try:
-            part.handle = native.makeXferReq(
-                bindings.NIXL_READ,
-                self._local_list,
-                part.local,
-                self._remote_list,
-                part.remote,
-                "",
-                self._agent.backends,
-                False,
-            )
+            part.handle = self._request(part)
             status = native.postXferReq(part.handle, "")
         except Exception as error:
             self._failed(read, part, error)
             return
         self._note(read, part, status == bindings.NIXL_SUCCESS)
+
+    def _request(self, part: _Part) -> int:
+        agent = self._agent
+        if self._is_prepared:
+            sides = (self._local_list, part.local, self._remote_list, part.remote)
+            request = agent.native.makeXferReq(agent.bindings.NIXL_READ, *sides, "", agent.backends, False)
+        else:
+            local = agent.describe(*self._local.spans(part.local))
+            remote = agent.describe(*self._remote.spans(part.remote))
+            request = agent.native.createXferReq(
+                agent.bindings.NIXL_READ, local, remote, self._remote_name, "", agent.backends
+            )
+        return int(request)
 
     def _check(self, read: _Read) -> None:
         active, read.active = read.active, []
@@ -295,9 +313,21 @@ class NixlConnection:
                 logger.debug("a failed transfer could not be released: %s", release_error)
 
 
-def _bases(regions: Sequence[Region]) -> list[np.int32]:
-    counts = [0, *(region.num_blocks for region in regions)]
-    return [np.int32(base) for base in np.cumsum(counts)[:-1]]
+class _Pieces:
+    """The blocks of several regions, numbered one region after the other."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        ends = np.cumsum([region.num_blocks for region in regions], dtype=np.int64)
+        self.num = int(ends[-1])
+        self.bases: BlockIds = np.concatenate(([0], ends[:-1])).astype(np.int32)
+        self._addresses = np.array([region.address for region in regions], np.uint64)
+        self._sizes = np.array([region.block_bytes for region in regions], np.uint64)
+
+    def spans(self, ids: BlockIds) -> tuple[Numbers, Numbers]:
+        """Where each piece is, and how many bytes it has."""
+        region = np.searchsorted(self.bases, ids, side="right") - 1
+        sizes = self._sizes[region]
+        return self._addresses[region] + (ids - self.bases[region]).astype(np.uint64) * sizes, sizes
 
 
 def _text(value: bytes | str) -> str:

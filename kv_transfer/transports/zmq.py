@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 
 from kv_transfer.errors import ReadError
 from kv_transfer.layout import Region
+from kv_transfer.messages import MAX_REGIONS
 from kv_transfer.pump import IDLE_S, Pump
 from kv_transfer.sockets import bind
 from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory
@@ -68,7 +69,7 @@ class _Blob(Struct, frozen=True, array_like=True):
 class _Ask(Struct, frozen=True, array_like=True):
     token: Annotated[bytes, Meta(max_length=_TOKEN_BYTES)]
     sequence: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    region: Annotated[int, Meta(ge=0, le=15)]
+    region: Annotated[int, Meta(ge=0, lt=MAX_REGIONS)]
     extents: Annotated[bytes, Meta(min_length=16, max_length=MAX_EXTENTS * 16)]
     """int64 pairs, little-endian: byte offset, number of bytes."""
 
@@ -113,7 +114,7 @@ class ZmqTransport:
         if self._context is None:
             self._context = zmq.Context()
         address = _data_address(memory.host_address, blob.port)
-        return ZmqConnection(self._context, address, blob.token, regions or self._regions)
+        return ZmqConnection(self._context, address, blob.token, memory, regions or self._regions)
 
     def close(self) -> None:
         if self._server is not None:
@@ -262,9 +263,11 @@ class ZmqConnection:
         context: "zmq.Context[zmq.Socket[bytes]]",
         address: str,
         token: bytes,
+        memory: RemoteMemory,
         regions: Sequence[Region],
     ) -> None:
         self._context, self._address, self._token = context, address, token
+        self._memory = memory
         self._block_bytes = [region.block_bytes for region in regions]
         self._flat = [region_view(region).reshape(-1) for region in regions]
         self._socket = self._connected()
@@ -342,7 +345,8 @@ class ZmqConnection:
         while self._queue and len(self._asked) < WINDOW:
             read, piece = self._queue.popleft()
             sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
-            ask = _Ask(self._token, sequence, piece.region, piece.remote.astype("<i8").tobytes())
+            region = self._memory.source_of(piece.region)
+            ask = _Ask(self._token, sequence, region, piece.remote.astype("<i8").tobytes())
             self._socket.send(_encode(ask), zmq.NOBLOCK)
             self._asked[sequence] = (read, piece)
 

@@ -42,19 +42,19 @@ def block_values(pool: KVPool) -> list[float]:
 
 
 def test_blocks_are_cloned_in_order_and_a_given_up_clone_copies_nothing(pool: KVPool) -> None:
-    execute_copies(Copies(clone_blocks=[(3, 1), (1, 2), (4, 0)]), pool)
+    execute_copies(Copies(clone_blocks=[(3, 1), (1, 2), (4, 0)]), [pool])
     assert block_values(pool) == [0, 3, 3, 3, 4]
 
 
 def test_slots_are_cloned_before_others_are_zeroed(pool: KVPool) -> None:
     slots = ListedSlots()
-    execute_copies(Copies(clone_states=[(1, 2), (3, 0)], zero_states=[1, 4]), pool, slots)
+    execute_copies(Copies(clone_states=[(1, 2), (3, 0)], zero_states=[1, 4]), [pool], slots)
     assert slots.done == [(1, 2), (1,), (4,)]
 
 
 def test_state_copies_without_a_state_pool_are_a_mistake(pool: KVPool) -> None:
     with pytest.raises(AssertionError, match="no state"):
-        execute_copies(Copies(zero_states=[1]), pool)
+        execute_copies(Copies(zero_states=[1]), [pool])
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def test_every_token_is_compared_between_unequal_blocks_also_of_blocks_read_in_p
         sink.kv[sink_ids[block], -1, row, 0] ^= 1
     expected = source_digests([source.region], source_size, NUM_TOKENS, source_ids, None)
     assert len(expected) == NUM_TOKENS * DIGEST_BYTES
-    found = TokenDigests(sink.region, sink_size, num_tokens=NUM_TOKENS, group=1, first_block=first_block)
+    found = TokenDigests([sink.region], sink_size, num_tokens=NUM_TOKENS, group=1, first_block=first_block)
     while not found.is_done(sink_ids[first_block:]):
         found.advance(sink_ids[first_block:], max_bytes=1)
     is_looked_at = wrong_token is not None and wrong_token >= first_block * sink_size
