@@ -12,9 +12,11 @@ from engine.before_ready import check_transfers, warm_up
 from engine.choices import Choices
 from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.config import EngineConfig
+from engine.device_runner import DEVICE_DTYPE, choose_device, load_device_runner
+from engine.device_sampler import DeviceSampler
 from engine.draft_model import DraftModel
 from engine.drafters import Drafter, PromptLookup
-from engine.errors import EngineError, EngineStartError, TensorParallelError
+from engine.errors import DeviceError, EngineError, EngineStartError, TensorParallelError
 from engine.grammars import Grammars
 from engine.group import EngineGroup
 from engine.handover_role import HandoverRole, NoHandover
@@ -66,9 +68,10 @@ def build_engine(
         report("reading the model", 0.3)
         files = resolve_model(config.model)
         report("loading weights", 0.4)
-        runner, ranks = load_runner(config, files, wake)
+        device = choose_device(config.device, config.dtype)
+        runner, ranks = load_runner(config, files, wake, device)
         settings = scheduler_config(config, runner)
-        group = build_group(config, settings, files, wake, report)
+        group = build_group(config, settings, files, wake, report, device)
         scheduler = Scheduler(settings, group=group)
         drafter = build_drafter(config, files, runner, scheduler, report)
         report("starting transfers", 0.9)
@@ -76,7 +79,8 @@ def build_engine(
         choices = Choices(scheduler)
         role, transport, control_address = build_role(config, identity, runner, scheduler, choices, wake)
         report("warming up", 0.95)
-        warm_up(runner, settings)
+        sampler = DeviceSampler(device) if device.type == "cuda" else Sampler()
+        warm_up(runner, settings, sampler)
     except BaseException as error:
         if ranks is not None:
             ranks.close()
@@ -87,7 +91,7 @@ def build_engine(
     engine = LLMEngine(
         scheduler,
         runner,
-        Sampler(),
+        sampler,
         role,
         choices=choices,
         group=group,
@@ -112,11 +116,24 @@ def build_engine(
 
 
 def load_runner(
-    config: EngineConfig, files: ModelFiles, wake: Callable[[], None]
+    config: EngineConfig, files: ModelFiles, wake: Callable[[], None], device: torch.device
 ) -> tuple[Runner, RankProcesses | None]:
     """The runner, and the processes of the other ranks where it has some."""
+    if config.dtype == DEVICE_DTYPE:
+        if config.tp > 1:
+            raise DeviceError(f"--dtype {DEVICE_DTYPE} runs in one process; start it with --tp 1")
+        runner, attention = load_device_runner(
+            files,
+            device,
+            block_size=config.block_size,
+            kv_bytes=config.kv_bytes,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+        )
+        logger.info("the model runs on %s; attention: %s", device, attention)
+        return runner, None
     if config.tp == 1:
-        runner = load_model_runner(
+        alone = load_model_runner(
             files,
             weight_format=config.dtype,
             block_size=config.block_size,
@@ -127,7 +144,7 @@ def load_runner(
             num_threads=config.num_threads,
             kernels=config.kernels,
         )
-        return runner, None
+        return alone, None
     if config.kernels == "native":
         raise TensorParallelError(
             f"--kernels native compute in one process, --tp {config.tp} in several; start with --kernels auto"
@@ -250,6 +267,7 @@ def build_group(
     files: ModelFiles,
     wake: Callable[[], None],
     report: ReportProgress,
+    device: torch.device,
 ) -> EngineGroup | None:
     """The ranks this engine steps with, once they are all here; None for an engine alone."""
     if config.dp_size == 1:
@@ -263,7 +281,6 @@ def build_group(
         port=int(port),
         step_timeout_s=config.dp_step_timeout_s,
     )
-    device = torch.device("cpu")  # the model's device
     return join_group(place, shared_options(config, settings, files), wake=wake, report=report, device=device)
 
 
@@ -351,13 +368,14 @@ def build_ends(
         min_self_test_bytes_per_s=config.min_self_test_rate,
     )
     regions = regions_of(runner)
-    served, reading = (make_transport(config.transport, config.nixl_backend) for _ in range(2))
+    transport = transport_for(config, regions)
+    served, reading = (make_transport(transport, config.nixl_backend) for _ in range(2))
     source = sink = None
     if both or config.role == "prompt":
         source = HandoverSource(identity, regions, served, config.control_bind, settings, wake)
     if both or config.role == "completion":
         sink = HandoverSink(identity, regions, reading, settings, wake)
-    check = [make_transport(config.transport, config.nixl_backend) for _ in range(2)]
+    check = [make_transport(transport, config.nixl_backend) for _ in range(2)]
     try:
         check_transfers(identity, regions, source, check)
     except EngineError:
@@ -366,6 +384,17 @@ def build_ends(
                 end.close()
         raise
     return source, sink, reading.name
+
+
+def transport_for(config: EngineConfig, regions: list[Region]) -> str:
+    """`--transport`, which for a GPU's memory can only be NIXL."""
+    if all(region.device_id is None for region in regions):
+        return config.transport
+    if config.transport not in ("auto", "nixl"):
+        raise DeviceError(f"--transport {config.transport} cannot read a GPU's memory; choose nixl")
+    if config.verify_kv:
+        raise DeviceError("--verify-kv cannot look into a GPU's memory; start with --no-verify-kv")
+    return "nixl"
 
 
 def regions_of(runner: Runner) -> list[Region]:
@@ -379,6 +408,7 @@ def regions_of(runner: Runner) -> list[Region]:
             pool.num_blocks,
             num_parts=pool.layout.num_layers,
             num_heads=num_heads,
+            device_id=pool.device_id,
         )
         for pool in runner.kv_shards
     ]

@@ -35,7 +35,7 @@ CHECK_SETTINGS = TransferSettings(connect_timeout_s=10.0, self_test_timeout_s=10
 """Patient: engines of a host start together. A same-host read shows no RDMA lane, so none is required."""
 
 
-def warm_up(runner: Runner, settings: SchedulerConfig) -> float:
+def warm_up(runner: Runner, settings: SchedulerConfig, sampler: Sampler | None = None) -> float:
     """Answer a short prompt; returns the seconds it took. The pool's blocks are all free again afterwards."""
     began_s = time.monotonic()
     alone = replace(
@@ -51,7 +51,7 @@ def warm_up(runner: Runner, settings: SchedulerConfig) -> float:
         cache_events=False,
     )
     scheduler = Scheduler(alone)
-    engine = LLMEngine(scheduler, runner, Sampler(), NoHandover(scheduler))
+    engine = LLMEngine(scheduler, runner, sampler or Sampler(), NoHandover(scheduler))
     num_tokens = min(NUM_WARM_UP_TOKENS, settings.max_num_batched_tokens, settings.max_model_len - 2)
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     if num_tokens < 1:

@@ -12,6 +12,7 @@ smaller model with the same tokenizer."""
 
 
 KernelChoice = Literal["auto", "native", "torch"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 WaitingPolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority"]
 
@@ -25,6 +26,8 @@ class EngineConfig:
     epoch: int
     model: str
     dtype: str = "fp16w"
+    device: DeviceName = "auto"
+    """auto: a GPU where there is one and `dtype` is bf16, else the CPU."""
     kernels: KernelChoice = "auto"
     """What computes the model: the compiled kernels, torch, or whichever of them there is."""
     num_threads: int = 1

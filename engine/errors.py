@@ -5,6 +5,7 @@ EngineError
 ├── KVPoolError         the KV pool cannot be made; the message names --kv-bytes or --block-size
 ├── ModelNotSupportedError  neither we nor transformers can compute this model; one line that says why
 ├── TensorParallelError a model that --tp ranks cannot share; the message names the numbers that fit
+├── DeviceError         --device cannot be had, or not with the other options
 ├── GrammarError        a structure that no answer can be held to
 ├── GrammarQueueFull    a structure that cannot be compiled now
 ├── KernelsError        the compiled kernels cannot be used here; the message says why
@@ -31,6 +32,10 @@ class ModelNotSupportedError(EngineError):
 
 class TensorParallelError(EngineError, ValueError):
     """A model that cannot be shared out to so many ranks."""
+
+
+class DeviceError(EngineError, ValueError):
+    """A device that is not there, or that does not go with another option."""
 
 
 class GrammarError(EngineError, ValueError):

@@ -3,8 +3,8 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 import torch
 
 from engine.errors import KVPoolError
@@ -12,7 +12,8 @@ from kv_transfer.memory import HugePageRegion, PoolMemory, SharedRegion
 from model_files import ModelConfig
 
 NULL_BLOCK = 0
-_FLOAT32_BYTES = 4
+CPU = torch.device("cpu")
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
 _MEMINFO = Path("/proc/meminfo")
@@ -20,7 +21,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of one block: [num_layers, block_size, 2 (key, value), num_kv_heads, head_dim] of float32.
+    """Shape of one block: [num_layers, block_size, 2 (key, value), num_kv_heads, head_dim] of `dtype`.
 
     `num_layers` counts the layers that attend. Where values are of another width than keys, a block is
     [num_layers, block_size, num_kv_heads * (head_dim + value_head_dim)]: keys of all heads, then values.
@@ -32,14 +33,21 @@ class KVLayout:
     head_dim: int
     value_head_dim: int | None = None
     """None: as wide as keys."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     @classmethod
-    def of(cls, config: ModelConfig, block_size: int) -> "KVLayout":
-        return cls(config.num_layers, block_size, config.num_kv_heads, config.head_dim)
+    def of(
+        cls, config: ModelConfig, block_size: int, dtype: Literal["float32", "bfloat16"] = "float32"
+    ) -> "KVLayout":
+        return cls(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype=dtype)
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise KVPoolError(f"--block-size must be at least 1, got {self.block_size}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _TORCH_DTYPES[self.dtype]
 
     @property
     def key_width(self) -> int:
@@ -59,12 +67,12 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        return self.num_layers * self.block_size * self.token_width * _FLOAT32_BYTES
+        return self.num_layers * self.block_size * self.token_width * self.torch_dtype.itemsize
 
     def __str__(self) -> str:
         """Equal texts mean exchangeable blocks, but for their size."""
         num_layers, _, *numbers = self.block_shape
-        return f"float32[{','.join(map(str, (num_layers, 'block_size', *numbers)))}]"
+        return f"{self.dtype}[{','.join(map(str, (num_layers, 'block_size', *numbers)))}]"
 
 
 class KVPool:
@@ -74,8 +82,14 @@ class KVPool:
     (it starts as zeros): rows that attention masks out are still multiplied by a weight of 0.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None = None) -> None:
-        """`memory`: None takes memory of its own."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        memory: PoolMemory | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        """`memory`: of the host; None takes memory of its own. Of another device it is torch's."""
         if num_blocks < 2:
             raise KVPoolError(
                 f"the KV pool needs 2 blocks of {layout.block_bytes} bytes, one of them the null block, and "
@@ -83,10 +97,14 @@ class KVPool:
             )
         self.layout = layout
         self.num_blocks = num_blocks
-        self.memory: PoolMemory = memory or allocate(num_blocks * layout.block_bytes, "KV pool", "--kv-bytes")
-        numbers = torch.from_numpy(self.memory.buffer.view(np.float32))
+        self.memory: PoolMemory | None = None
+        if device.type == "cpu":
+            self.memory = memory or allocate(num_blocks * layout.block_bytes, "KV pool", "--kv-bytes")
+            numbers = torch.from_numpy(self.memory.buffer).view(layout.torch_dtype)
+        else:
+            numbers = device_numbers(layout, num_blocks, device)
         self.tensor = numbers.view(num_blocks, *layout.block_shape)
-        """[num_blocks, *layout.block_shape], float32."""
+        """[num_blocks, *layout.block_shape]"""
         self.token_rows = numbers.view(num_blocks * layout.num_layers * layout.block_size, -1)
         """The same memory, one row per (block, layer, token): keys of all heads, then their values."""
         self.layer_rows = numbers.view(num_blocks * layout.num_layers, -1)
@@ -99,7 +117,13 @@ class KVPool:
 
     @property
     def address(self) -> int:
-        return self.memory.address
+        return self.tensor.data_ptr()
+
+    @property
+    def device_id(self) -> int | None:
+        """Of the GPU whose memory it is; None: the host's."""
+        device = self.tensor.device
+        return None if device.type == "cpu" else device.index or 0
 
     @property
     def block_bytes(self) -> int:
@@ -115,6 +139,15 @@ class KVPool:
         assert self.tensor.data_ptr() == self.address
         assert self.tensor.is_contiguous()
         assert not self.tensor[NULL_BLOCK].isnan().any()
+
+
+def device_numbers(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """The numbers of `num_blocks` blocks in a device's memory, zeros."""
+    num_bytes = num_blocks * layout.block_bytes
+    try:
+        return torch.zeros(num_bytes // layout.torch_dtype.itemsize, dtype=layout.torch_dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise KVPoolError(f"{num_bytes} bytes do not fit the memory of {device}; lower --kv-bytes") from error
 
 
 def allocate(num_bytes: int, what: str, option: str) -> HugePageRegion:

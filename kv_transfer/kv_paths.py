@@ -31,7 +31,9 @@ class HeadPieces:
 
     def cut(self, region: Region) -> Region:
         factor = self.num_rows * self.per_row
-        return Region(region.kind, region.address, region.block_bytes // factor, region.num_blocks * factor)
+        return replace(
+            region, block_bytes=region.block_bytes // factor, num_blocks=region.num_blocks * factor
+        )
 
     def pieces(self, ids: BlockIds) -> BlockIds:
         rows = ids.astype(np.int64)[:, None] * self.num_rows + np.arange(self.num_rows)

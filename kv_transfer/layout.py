@@ -34,6 +34,8 @@ class Region:
     """Contiguous parts of a block, each with all its tokens in order: the layers of a KV block."""
     num_heads: int = 1
     """KV heads of the whole model; the kv regions of an engine share them out, in order."""
+    device_id: int | None = None
+    """Of the GPU whose memory it is; None: the host's. Only NIXL reads a GPU's."""
 
     def __post_init__(self) -> None:
         if self.address <= 0 or self.block_bytes < 1 or self.num_blocks < 1:

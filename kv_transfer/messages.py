@@ -58,6 +58,7 @@ class RegionInfo(Struct, frozen=True, array_like=True):
     address: _Address
     block_bytes: _Counter
     num_blocks: _Count
+    device_id: _Count | None = None
 
 
 class LeaseRef(Struct, frozen=True, array_like=True):

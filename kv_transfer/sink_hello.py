@@ -79,7 +79,8 @@ class SinkHello:
         if difference is not None:
             return _mismatch(*difference)
         regions = tuple(
-            Region(info.kind, info.address, info.block_bytes, info.num_blocks) for info in message.regions
+            Region(info.kind, info.address, info.block_bytes, info.num_blocks, device_id=info.device_id)
+            for info in message.regions
         )
         try:
             plan = plan_kv(regions, self._regions, self._identity.block_size)

@@ -148,7 +148,10 @@ class SourceProtocol:
                 transport=served.transport,
                 transport_version=served.transport_version,
                 blob=served.blob,
-                regions=[RegionInfo(r.kind, r.address, r.block_bytes, r.num_blocks) for r in served.regions],
+                regions=[
+                    RegionInfo(r.kind, r.address, r.block_bytes, r.num_blocks, r.device_id)
+                    for r in served.regions
+                ],
                 lease_s=self._settings.lease_s,
             ),
         )

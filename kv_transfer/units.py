@@ -6,7 +6,7 @@ either side as one piece for each part. Cut like that both pools are plain array
 transport can read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def units_of(remote_block_bytes: int, local: Region, block_size: int) -> Units |
 def _cut(region: Region, pieces_per_block: int) -> Region:
     size, rest = divmod(region.block_bytes, pieces_per_block)
     assert not rest, f"{region} does not hold {pieces_per_block} equal pieces in a block"
-    return Region(region.kind, region.address, size, region.num_blocks * pieces_per_block)
+    return replace(region, block_bytes=size, num_blocks=region.num_blocks * pieces_per_block)
 
 
 def _pieces(

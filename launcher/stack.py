@@ -19,7 +19,7 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from engine.config import KernelChoice, SpeculativeMethod, WaitingPolicyName
+from engine.config import DeviceName, KernelChoice, SpeculativeMethod, WaitingPolicyName
 from engine.serving.settings import Dtype, Transport
 from launcher.child import Child, ChildSpec, first_to_end
 from model_files.resolve import resolve_model
@@ -59,7 +59,11 @@ class StackSettings(ProcessSettings):
     )
     dtype: Dtype = Field(
         "fp16w",
-        description="fp16w: half-precision weights; fp32: exact; q4: the exact weights of a 4-bit checkpoint",
+        description="fp16w: half-precision weights; fp32: exact; q4: the exact weights of a 4-bit checkpoint; "
+        "bf16: what GPUs compute in",
+    )
+    device: DeviceName = Field(
+        "auto", description="cuda needs --dtype bf16; auto takes a GPU for bf16 where there is one"
     )
     kernels: KernelChoice = Field(
         "auto",
@@ -148,6 +152,7 @@ class StackSettings(ProcessSettings):
 SHARED_WITH_SERVICES = (
     "model",
     "dtype",
+    "device",
     "kernels",
     "transport",
     "verify_kv",

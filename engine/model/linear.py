@@ -18,14 +18,14 @@ class Linear(Protocol):
 
 
 class Float32Linear:
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ("bias", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        self.bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, self._weight, self._bias)
+        return F.linear(rows, self.weight, self.bias)
 
 
 class PackedFloat16Linear:

@@ -66,7 +66,7 @@ def load_weights(
     ModelFilesError names a tensor that is missing or of another shape than the configuration says.
     """
     config = files.config()
-    loader = _Loader(config, files.weights(), make, shard, collectives)
+    loader = LayerLoader(config, files.weights(), make, shard, collectives)
     with ThreadPoolExecutor(
         num_threads or len(os.sched_getaffinity(0))
     ) as threads:  # reading and packing release the GIL
@@ -81,7 +81,7 @@ def load_weights(
         )
 
 
-class _Loader:
+class LayerLoader:
     def __init__(
         self,
         config: ModelConfig,

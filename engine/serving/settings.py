@@ -7,18 +7,19 @@ from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator
 
-from engine.config import EngineConfig, KernelChoice, WaitingPolicyName
+from engine.config import DeviceName, EngineConfig, KernelChoice, WaitingPolicyName
 from settings.loading import ProcessSettings
 from wire.services import EngineRole
 
 Transport = Literal["auto", "nixl", "zmq"]
 NixlBackend = Literal["UCX", "LIBFABRIC"]
-Dtype = Literal["fp16w", "fp32", "q4"]
+Dtype = Literal["fp16w", "fp32", "q4", "bf16"]
 
 
 SHARED_WITH_ENGINE = (
     "model",
     "dtype",
+    "device",
     "kernels",
     "num_threads",
     "tp",
@@ -70,7 +71,11 @@ class EngineServiceSettings(ProcessSettings):
     )
     dtype: Dtype = Field(
         "fp16w",
-        description="fp16w: half-precision weights; fp32: exact; q4: the exact weights of a 4-bit checkpoint",
+        description="fp16w: half-precision weights; fp32: exact; q4: the exact weights of a 4-bit checkpoint; "
+        "bf16: what GPUs compute in",
+    )
+    device: DeviceName = Field(
+        "auto", description="cuda needs --dtype bf16; auto takes a GPU for bf16 where there is one"
     )
     kernels: KernelChoice = Field(
         "auto",

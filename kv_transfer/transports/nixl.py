@@ -11,13 +11,12 @@ import logging
 import os
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 
 from kv_transfer.errors import PeerLost, ReadError, TransferError, TransportUnavailable
@@ -52,8 +51,6 @@ POLL_BUDGET_S = 0.005
 MAX_PREPARED = 1 << 20
 """Pieces of a side that are described once; of more, which single heads of token rows are, each read
 describes its own."""
-
-Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class NixlTransport:
@@ -136,8 +133,13 @@ class _Agent:
             self.native = bindings.nixlAgent(self.name, config)
             with _lane_log.loading():
                 self.backends = [self.native.createBackend(backend, {})]
-            memory = [(region.address, region.num_bytes, 0, "") for region in regions]
-            self.native.registerMem(bindings.nixlRegDList(bindings.DRAM_SEG, memory), self.backends)
+            for segment in {self.segment(region) for region in regions}:
+                memory = [
+                    (region.address, region.num_bytes, region.device_id or 0, "")
+                    for region in regions
+                    if self.segment(region) == segment
+                ]
+                self.native.registerMem(bindings.nixlRegDList(segment, memory), self.backends)
         except Exception as error:
             raise TransferError(
                 f"NIXL cannot start {backend} or register the pool ({error}): try `--transport zmq`"
@@ -147,16 +149,28 @@ class _Agent:
     def metadata(self) -> bytes:
         return bytes(self.native.getLocalMD())
 
-    def describe(self, addresses: Numbers, sizes: Numbers) -> object:
-        """A descriptor list of single pieces."""
-        array = np.stack((addresses, sizes, np.zeros_like(sizes)), axis=1)
-        return self.bindings.nixlXferDList(self.bindings.DRAM_SEG, array)
+    def segment(self, region: Region) -> object:
+        """NIXL's kind of memory; a descriptor list has one."""
+        return self.bindings.DRAM_SEG if region.device_id is None else self.bindings.VRAM_SEG
 
-    def prepare(self, agent_name: str, regions: Sequence[Region]) -> int:
-        """A descriptor list whose indices count the blocks of all regions in turn."""
-        strided = [(r.address, r.block_bytes, 0, r.block_bytes, r.num_blocks) for r in regions]
+    def describe(self, region: Region, ids: BlockIds) -> object:
+        """A descriptor list of these blocks alone."""
+        size, device_id = np.uint64(region.block_bytes), np.uint64(region.device_id or 0)
+        addresses = np.uint64(region.address) + ids.astype(np.uint64) * size
+        array = np.stack(
+            (addresses, np.full_like(addresses, size), np.full_like(addresses, device_id)), axis=1
+        )
+        return self.bindings.nixlXferDList(self.segment(region), array)
+
+    def prepare(self, agent_name: str, regions: Sequence[Region], segment: object) -> int:
+        """A descriptor list whose indices count the blocks of all regions of this kind in turn."""
+        strided = [
+            (r.address, r.block_bytes, r.device_id or 0, r.block_bytes, r.num_blocks)
+            for r in regions
+            if self.segment(r) == segment
+        ]
         array = np.array(strided, dtype=np.uint64)
-        return int(self.native.prepXferDlist(agent_name, self.bindings.DRAM_SEG, array, self.backends))
+        return int(self.native.prepXferDlist(agent_name, segment, array, self.backends))
 
     def is_disconnect(self, error: Exception) -> bool:
         return isinstance(error, self.bindings.nixlRemoteDisconnectError)
@@ -168,10 +182,10 @@ class _Agent:
 class _Part:
     """One transfer of a read: unposted, then under way under `handle`, then over."""
 
-    __slots__ = ("handle", "local", "remote")
+    __slots__ = ("handle", "local", "region", "remote")
 
-    def __init__(self, remote: BlockIds, local: BlockIds) -> None:
-        self.remote, self.local = remote, local
+    def __init__(self, region: int, remote: BlockIds, local: BlockIds) -> None:
+        self.region, self.remote, self.local = region, remote, local
         self.handle: int | None = None
 
 
@@ -199,11 +213,9 @@ class NixlConnection:
     def __init__(self, agent: _Agent, memory: RemoteMemory, regions: Sequence[Region]) -> None:
         self._agent = agent
         self._remote_name = _text(agent.native.loadRemoteMD(memory.blob))
-        self._local, self._remote = _Pieces(regions), _Pieces(memory.regions)
-        self._is_prepared = max(self._local.num, self._remote.num) <= MAX_PREPARED
-        if self._is_prepared:
-            self._local_list = agent.prepare(agent.bindings.NIXL_INIT_AGENT, regions)
-            self._remote_list = agent.prepare(self._remote_name, memory.regions)
+        sides = (agent.bindings.NIXL_INIT_AGENT, regions), (self._remote_name, memory.regions)
+        is_prepared = max(sum(r.num_blocks for r in side) for _, side in sides) <= MAX_PREPARED
+        self._local, self._remote = (_Side(agent, *side, is_prepared=is_prepared) for side in sides)
         self._block_bytes = [region.block_bytes for region in regions]
         self._reads: dict[int, _Read] = {}
         self._next_id = 1
@@ -255,10 +267,8 @@ class NixlConnection:
     def _parts(self, read: BlockRead) -> list[_Part]:
         remote, local = sort_pairs(read.remote_ids, read.local_ids)
         size = max(1, PART_BYTES // self._block_bytes[read.region])
-        remote = remote + self._remote.bases[read.region]
-        local = local + self._local.bases[read.region]
         return [
-            _Part(remote[start : start + size], local[start : start + size])
+            _Part(read.region, remote[start : start + size], local[start : start + size])
             for start in range(0, remote.size, size)
         ]
 
@@ -275,12 +285,11 @@ class NixlConnection:
 
     def _request(self, part: _Part) -> int:
         agent = self._agent
-        if self._is_prepared:
-            sides = (self._local_list, part.local, self._remote_list, part.remote)
-            request = agent.native.makeXferReq(agent.bindings.NIXL_READ, *sides, "", agent.backends, False)
+        local, remote = self._local.of(part.region, part.local), self._remote.of(part.region, part.remote)
+        if isinstance(local, _Prepared) and isinstance(remote, _Prepared):
+            lists = (local.handle, local.indices, remote.handle, remote.indices)
+            request = agent.native.makeXferReq(agent.bindings.NIXL_READ, *lists, "", agent.backends, False)
         else:
-            local = agent.describe(*self._local.spans(part.local))
-            remote = agent.describe(*self._remote.spans(part.remote))
             request = agent.native.createXferReq(
                 agent.bindings.NIXL_READ, local, remote, self._remote_name, "", agent.backends
             )
@@ -313,21 +322,39 @@ class NixlConnection:
                 logger.debug("a failed transfer could not be released: %s", release_error)
 
 
-class _Pieces:
-    """The blocks of several regions, numbered one region after the other."""
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Blocks by their indices in a prepared descriptor list."""
 
-    def __init__(self, regions: Sequence[Region]) -> None:
-        ends = np.cumsum([region.num_blocks for region in regions], dtype=np.int64)
-        self.num = int(ends[-1])
-        self.bases: BlockIds = np.concatenate(([0], ends[:-1])).astype(np.int32)
-        self._addresses = np.array([region.address for region in regions], np.uint64)
-        self._sizes = np.array([region.block_bytes for region in regions], np.uint64)
+    handle: int
+    indices: BlockIds
 
-    def spans(self, ids: BlockIds) -> tuple[Numbers, Numbers]:
-        """Where each piece is, and how many bytes it has."""
-        region = np.searchsorted(self.bases, ids, side="right") - 1
-        sizes = self._sizes[region]
-        return self._addresses[region] + (ids - self.bases[region]).astype(np.uint64) * sizes, sizes
+
+class _Side:
+    """The regions of one end of a connection, prepared, or described anew for each read."""
+
+    def __init__(
+        self, agent: _Agent, agent_name: str, regions: Sequence[Region], *, is_prepared: bool
+    ) -> None:
+        self._agent, self._regions = agent, regions
+        self._lists: list[_Prepared] = []
+        """Of each region: its list, and where its blocks begin there."""
+        if not is_prepared:
+            return
+        handles: dict[object, int] = {}
+        num_before: Counter[object] = Counter()
+        for region in regions:
+            segment = agent.segment(region)
+            if segment not in handles:
+                handles[segment] = agent.prepare(agent_name, regions, segment)
+            self._lists.append(_Prepared(handles[segment], np.array([num_before[segment]], np.int32)))
+            num_before[segment] += region.num_blocks
+
+    def of(self, region: int, ids: BlockIds) -> object:
+        """These blocks of the region as NIXL takes them."""
+        if not self._lists:
+            return self._agent.describe(self._regions[region], ids)
+        return _Prepared(self._lists[region].handle, ids + self._lists[region].indices)
 
 
 def _text(value: bytes | str) -> str:

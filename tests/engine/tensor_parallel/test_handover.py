@@ -24,11 +24,10 @@ def expected(checkpoint: Path) -> dict[str, list[int]]:
     return run_normal(checkpoint, PROMPTS, greedy(NUM_OUTPUT))
 
 
-@pytest.fixture(params=["prepared", "described"])
-def nixl_lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def described_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large pools have too many pieces of single heads to describe them all beforehand."""
-    if request.param == "described":
-        monkeypatch.setattr(nixl, "MAX_PREPARED", 0)
+    monkeypatch.setattr(nixl, "MAX_PREPARED", 0)
 
 
 def address(prompt: Engine) -> PromptEngineAddress:
@@ -77,16 +76,13 @@ def check_pair(
         assert answer == run_normal(checkpoint, {"second": second}, greedy(NUM_OUTPUT))["second"]
 
 
-@pytest.mark.parametrize(("prompt_tp", "completion_tp"), [(1, 2), (2, 1)])
-def test_unequal_ranks_hand_over_through_zmq(
-    checkpoint: Path, expected: dict[str, list[int]], prompt_tp: int, completion_tp: int
-) -> None:
-    check_pair(checkpoint, expected, "zmq", prompt_tp, completion_tp)
+def test_one_rank_hands_over_to_two_through_zmq(checkpoint: Path, expected: dict[str, list[int]]) -> None:
+    check_pair(checkpoint, expected, "zmq", 1, 2)
 
 
 @needs_nixl
-@pytest.mark.usefixtures("nixl_lists")
-def test_unequal_ranks_hand_over_through_nixl(checkpoint: Path, expected: dict[str, list[int]]) -> None:
+@pytest.mark.usefixtures("described_pieces")
+def test_two_ranks_hand_over_to_one_through_nixl(checkpoint: Path, expected: dict[str, list[int]]) -> None:
     check_pair(checkpoint, expected, "nixl", 2, 1)
 
 
