@@ -1,12 +1,12 @@
-"""What this GPU gives, measured in one run: our decode and prefill against its own copy bandwidth and matrix rate.
+"""What this GPU gives, in one run: our decode and prefill against its own copy bandwidth and matrix rate.
 
 A random-weight Llama of the 8B configuration is built on the device (nothing is loaded), served by a NORMAL
 engine, and transformers' own continuous batching gets the same prompts afterwards. `--size tiny --device cpu`
 is the smoke test of this very program; its figures mean nothing.
 
 Run it from the repository's root: `PYTHONPATH=. python -m benchmarks.device_check --json device.json`. It
-needs torch >= 2.11, transformers >= 5.17, numpy, rich and tokenizers, and of what such an image lacks only the
-wheels of msgspec and pyzmq (carry both; nixl, gguf, pydantic and xgrammar are not imported).
+needs torch >= 2.11, transformers >= 5.17, numpy, rich and tokenizers, and of what such an image lacks only
+the wheels of msgspec and pyzmq (carry both; nixl, gguf, pydantic and xgrammar are not imported).
 """
 
 import argparse
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +37,9 @@ from engine.model_runner import IntArray, ModelBatch
 from model_files import ModelConfig
 from shared_scheduler import EngineType, Scheduler, SchedulerConfig
 from wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LLAMA_8B = ModelConfig(
     architecture="llama",
@@ -148,7 +153,7 @@ def name_of(device: torch.device) -> str:
 def measured(size: Size, device: torch.device) -> Machine:
     source = torch.zeros(size.copy_bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = seconds(lambda: target.copy_(source), device)
+    copy_s = seconds(partial(target.copy_, source), device)
     del source, target
     width = size.matrix_width
     left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -160,7 +165,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 10)
     """The median time of `work` on the device."""
     for _ in range(3):
         work()
-    timed = []
+    timed: list[float] = []
     for _ in range(repeats):
         with stopwatch(device, timed):
             work()
@@ -243,7 +248,8 @@ def make_engine(size: Size, runner: DeviceRunner, device: torch.device) -> LLMEn
 
 def prompts_of(size: Size, num_streams: int) -> list[list[int]]:
     chance = np.random.default_rng(num_streams)
-    return chance.integers(3, size.config.vocab_size, (num_streams, size.num_prompt)).tolist()
+    prompts = chance.integers(3, size.config.vocab_size, (num_streams, size.num_prompt))
+    return [[int(token) for token in prompt] for prompt in prompts]
 
 
 def check_engine(
@@ -337,10 +343,10 @@ def check_transformers(
     model = transformers_model(size.config, device)
     for num_streams in size.streams:
         prompts = prompts_of(size, num_streams)
-        generate_batch(model, prompts, size.num_output)  # captures graphs, chooses kernels
+        generate_batch(model, prompts, size)  # captures graphs, chooses kernels
         timed: list[float] = []
         with stopwatch(device, timed):
-            num_tokens = generate_batch(model, prompts, size.num_output)
+            num_tokens = generate_batch(model, prompts, size)
         baseline = float(num_tokens / timed[0])
         report.add(f"transformers, {num_streams} streams", "whole", baseline, "output tokens/s")
         expected = sum(map(len, ours[num_streams]))
@@ -355,7 +361,7 @@ def check_transformers(
         )
 
 
-def transformers_model(config: ModelConfig, device: torch.device) -> torch.nn.Module:
+def transformers_model(config: ModelConfig, device: torch.device) -> "PreTrainedModel":
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = LlamaConfig(
@@ -376,18 +382,24 @@ def transformers_model(config: ModelConfig, device: torch.device) -> torch.nn.Mo
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            model: torch.nn.Module = LlamaForCausalLM(shape).eval()
+            model: PreTrainedModel = LlamaForCausalLM(shape).eval()
     finally:
         torch.set_default_dtype(torch.float32)
     return model
 
 
-def generate_batch(model: torch.nn.Module, prompts: list[list[int]], num_output: int) -> int:
+def generate_batch(model: "PreTrainedModel", prompts: list[list[int]], size: Size) -> int:
     """How many tokens all answers have."""
     from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
 
-    how = GenerationConfig(max_new_tokens=num_output, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    outputs = model.generate_batch(inputs=prompts, generation_config=how, progress_bar=False)
+    how = GenerationConfig(max_new_tokens=size.num_output, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = None
+    if model.device.type == "cpu":  # it would take, and clear, most of this machine's memory for its cache
+        batching = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
+    outputs = model.generate_batch(
+        inputs=prompts, generation_config=how, continuous_batching_config=batching, progress_bar=False
+    )
     return sum(len(output.generated_tokens) for output in outputs.values())
 
 

@@ -48,16 +48,6 @@ def test_two_ranks_answer_as_one_engine_does(checkpoint: Path) -> None:
     assert is_gone(pids[0])
 
 
-def test_the_embedded_model_answers_alike_on_three_ranks() -> None:
-    name, prompt = "smollm2-135m-instruct", {"a": [1, 504, 2365, 282, 4649, 314]}
-    answers = []
-    for tp in (1, 3):
-        with engine(name, tp=tp, kv_bytes=64 << 20, block_size=32) as one:
-            one.add("a", prompt["a"], greedy(12))
-            answers.append(one.run_until_ended("a/0"))
-    assert answers[0] == answers[1]
-
-
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_rank_that_dies_takes_its_engine_down(checkpoint: Path, is_busy: bool) -> None:
     with engine(checkpoint, tp=2) as one:
