@@ -162,13 +162,19 @@ class RankProcesses:
                 ready = dict(poller.poll())
                 if self._stop.read_fd in ready:
                     return
+                ended = {ends[fd]: self._processes[ends[fd] - 1].wait() for fd in ends.keys() & ready.keys()}
+                # A rank that was killed is why the others report that one is lost; one that ended by
+                # itself has said why.
+                self._note_ends({rank: code for rank, code in ended.items() if code < 0})
                 self._take_reports()
-                for fd in ends.keys() & ready.keys():
-                    code = self._processes[ends[fd] - 1].wait()
-                    self._lose(f"rank {ends[fd]} of the engine has ended with code {code}")
+                self._note_ends(ended)
         finally:
             for fd in ends:
                 os.close(fd)
+
+    def _note_ends(self, codes: dict[int, int]) -> None:
+        for rank, code in codes.items():
+            self._lose(f"rank {rank} of the engine has ended with code {code}")
 
     def _take_reports(self) -> None:
         while self._reports.poll(0):
