@@ -122,6 +122,8 @@ def load_runner(
     if config.dtype == DEVICE_DTYPE:
         if config.tp > 1:
             raise DeviceError(f"--dtype {DEVICE_DTYPE} runs in one process; start it with --tp 1")
+        if config.draft_model is not None:
+            raise DeviceError(f"--dtype {DEVICE_DTYPE} has no --draft-model; start with --speculative ngram")
         runner, attention = load_device_runner(
             files,
             device,
@@ -148,6 +150,10 @@ def load_runner(
     if config.kernels == "native":
         raise TensorParallelError(
             f"--kernels native compute in one process, --tp {config.tp} in several; start with --kernels auto"
+        )
+    if config.dtype == "q4":
+        raise TensorParallelError(
+            "--dtype q4 needs the native kernels, which compute in one process; start with --tp 1"
         )
     options = RankOptions(
         model=config.model,

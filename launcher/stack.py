@@ -59,7 +59,7 @@ class StackSettings(ProcessSettings):
     )
     dtype: Dtype = Field(
         "fp16w",
-        description="fp16w: half-precision weights; fp32: exact; q4: the exact weights of a 4-bit checkpoint; "
+        description="fp16w: half-precision weights; fp32: exact; q4: exact weights of a 4-bit checkpoint; "
         "bf16: what GPUs compute in",
     )
     device: DeviceName = Field(

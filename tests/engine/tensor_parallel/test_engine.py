@@ -80,6 +80,12 @@ def test_a_rank_that_stops_answering_ends_the_engine_within_its_time_limit(check
 def test_what_cannot_be_shared_out_is_refused_at_start(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"--tp 4 does not divide num_heads 6"):
         Engine(checkpoint, tp=4)
+    for options, message in (
+        ({"kernels": "native"}, "--kernels native compute in one process, --tp 2 in several"),
+        ({"dtype": "q4"}, "--dtype q4 needs the native kernels"),
+    ):
+        with pytest.raises(EngineStartError, match=message):
+            Engine(checkpoint, tp=2, **options)
     tiny_checkpoint(tmp_path, "Gemma3", num_key_value_heads=2)
     with pytest.raises(EngineStartError, match=r"--tp 2: .* is computed by the transformers package"):
         Engine(tmp_path, tp=2)
