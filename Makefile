@@ -52,6 +52,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.pull_back
 	$(BIN)/python -m benchmarks.speculation
+	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.quality
 
 # A hundred times as many random histories as `make test`.

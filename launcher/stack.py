@@ -8,6 +8,7 @@
 
 import asyncio
 import json
+import os
 import shlex
 import signal
 import socket
@@ -79,7 +80,11 @@ class StackSettings(ProcessSettings):
     max_num_seqs: int | None = Field(None, ge=1, description="sequences in a step at most")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="prompt tokens in a step at most")
     block_size: int | None = Field(None, ge=1, description="tokens in a KV block")
-    num_threads: int | None = Field(None, ge=1, description="threads of each engine")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="threads of each engine; default: the usable cores shared out among the engines",
+    )
     prefix_cache: bool = Field(True, description="reuse the KV blocks of prompts that begin alike")
     overlap: bool = Field(False, description="schedule the next step while the model runs")
     speculative: SpeculativeMethod = Field(
@@ -276,9 +281,10 @@ class Stack:
 
 def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     """What to start, engines first."""
+    num_threads = settings.num_threads or threads_of_each(settings, len(os.sched_getaffinity(0)))
     shared: list[str] = []
     for name in SHARED_WITH_SERVICES:
-        shared += _flag(name, getattr(settings, name))
+        shared += _flag(name, num_threads if name == "num_threads" else getattr(settings, name))
     engines: list[ChildSpec] = []
     if settings.engine == "pair":
         arguments = {
@@ -307,6 +313,14 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     proxy_url = f"http://{host}:{settings.port}"
     return [*engines, ChildSpec("proxy", "proxy", tuple(proxy_arguments), proxy_url, "/health")]
+
+
+def threads_of_each(settings: StackSettings, num_cores: int) -> int:
+    """No more threads than cores in all: engines whose threads take turns on a core wait for each other."""
+    num_engines = settings.prompt_engines + settings.completion_engines
+    if settings.engine == "normal":
+        num_engines = settings.dp
+    return max(1, num_cores // num_engines)
 
 
 def _names(role: str, count: int) -> list[str]:

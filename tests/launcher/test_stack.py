@@ -2,7 +2,7 @@
 
 import pytest
 
-from launcher.stack import StackSettings, stack_specs
+from launcher.stack import StackSettings, stack_specs, threads_of_each
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,22 @@ def test_flags_that_are_not_well_quoted_are_refused_by_name(name: str) -> None:
 def test_flags_of_engines_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match="--prompt-args needs --engine pair"):
         StackSettings.model_validate({"engine": "normal", "prompt_args": "--lease-s 5"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_threads"),
+    [
+        ({"engine": "pair"}, 4),
+        ({"engine": "pair", "prompt_engines": 2}, 2),
+        ({"engine": "pair", "prompt_engines": 6, "completion_engines": 6}, 1),
+        ({"engine": "normal"}, 8),
+        ({"engine": "normal", "dp": 2}, 4),
+    ],
+)
+def test_the_cores_are_shared_out_among_the_engines(settings: dict[str, object], num_threads: int) -> None:
+    assert threads_of_each(StackSettings.model_validate(settings), num_cores=8) == num_threads
+
+
+def test_threads_that_are_given_are_those_of_each_engine() -> None:
+    specs = stack_specs(StackSettings.model_validate({"engine": "pair", "num_threads": 3}))
+    assert [spec.arguments[spec.arguments.index("--num-threads") + 1] for spec in specs[:-1]] == ["3", "3"]
