@@ -27,20 +27,20 @@ NAME is also what clients call it. */}}
 {{- end }}
 {{- end }}
 
+{{/* A claim that is downloaded into is mounted whole: the kubelet would make a subPath that only root may write to. */}}
+{{- define "tandem.modelFolder" -}}
+/models
+{{- if not (and (eq .Values.model.source "download") .Values.model.download.claimName) }}/{{ .Values.model.name }}{{ end -}}
+{{- end }}
+
 {{- define "tandem.modelMount" -}}
 {{- $model := .Values.model -}}
 {{- if ne $model.source "embedded" }}
 - name: model
-  mountPath: /models/{{ $model.name }}
+  mountPath: {{ include "tandem.modelFolder" . }}
   readOnly: true
-  {{- if eq $model.source "pvc" }}
-  {{- with $model.pvc.subPath }}
-  subPath: {{ . | quote }}
-  {{- end }}
-  {{- else if eq $model.source "download" }}
-  {{- if $model.download.claimName }}
-  subPath: {{ $model.name | quote }}
-  {{- end }}
+  {{- if and (eq $model.source "pvc") $model.pvc.subPath }}
+  subPath: {{ $model.pvc.subPath | quote }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -70,9 +70,5 @@ NAME is also what clients call it. */}}
     {{- toYaml $download.resources | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
-    - name: model
-      mountPath: /models/{{ .root.Values.model.name }}
-      {{- if $download.claimName }}
-      subPath: {{ .root.Values.model.name | quote }}
-      {{- end }}
+    - {name: model, mountPath: {{ include "tandem.modelFolder" .root }}}
 {{- end }}
