@@ -100,6 +100,10 @@ class CompletionServiceSettings(EngineServiceSettings):
         300.0, gt=0, description="how long a living rank may keep the others waiting for its next step"
     )
 
+    @property
+    def hands_over(self) -> bool:
+        return self.engine == "completion"
+
     def engine_config(
         self, role: EngineRole, engine_id: str, epoch: int, commands: str, events: str
     ) -> EngineConfig:

@@ -27,4 +27,4 @@ ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 7001 7002
-CMD ["python", "-m", "prompt_service", "--host", "0.0.0.0"]
+CMD ["python", "-m", "prompt_service", "--help"]

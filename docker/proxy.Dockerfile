@@ -20,4 +20,4 @@ ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000
-CMD ["python", "-m", "proxy", "--host", "0.0.0.0"]
+CMD ["python", "-m", "proxy", "--help"]

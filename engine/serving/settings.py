@@ -1,11 +1,11 @@
 """What the prompt and the completion service have in common as flags and environment variables."""
 
 import os
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from engine.config import DeviceName, EngineConfig, KernelChoice, WaitingPolicyName
 from settings.loading import ProcessSettings
@@ -155,6 +155,21 @@ class EngineServiceSettings(ProcessSettings):
             ip_network(text.strip(), strict=False)
         return value
 
+    @property
+    def hands_over(self) -> bool:
+        """Other engines read from this one, or it reads from them."""
+        return True
+
+    @model_validator(mode="after")
+    def _check_that_others_can_connect(self) -> Self:
+        told = self.control_advertise_host or self.control_host
+        if self.hands_over and _is_loopback(told) and not _is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} serves other machines, whose engines cannot connect to {told}:"
+                " give --control-host (or --control-advertise-host) an address of this one"
+            )
+        return self
+
     def engine_config(
         self, role: EngineRole, engine_id: str, epoch: int, commands: str, events: str
     ) -> EngineConfig:
@@ -168,3 +183,10 @@ class EngineServiceSettings(ProcessSettings):
             event_endpoint=events,
             **{name: getattr(self, name) for name in SHARED_WITH_ENGINE},
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from helm.chart_schema import FILE, OWNED_BY_CHART, SETTINGS, text
+from settings.loading import load_settings
 from tests.k8s.chart import CHART, HelmFailure, Manifest, container, find, names, render, variables
 from tests.k8s.tools import Tools
 from tests.k8s.value_sets import EVERYTHING
@@ -49,6 +50,19 @@ def test_every_variable_of_a_pod_is_one_that_its_process_knows(tools: Tools, rol
     given = [entry["name"] for entry in container(deployment)["env"]]
     assert {name for name in given if name.startswith("TANDEM_")} <= known
     assert len(given) == len(set(given))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_value_of_a_variable_is_one_that_its_process_takes(
+    tools: Tools, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = find(render(tools, values=EVERYTHING), "Deployment", f"rel-tandem-{role}")
+    for name, value in variables(deployment).items():
+        monkeypatch.setenv(name, value.replace("$(POD_IP)", "10.0.0.1"))
+    monkeypatch.setattr("sys.argv", ["program"])
+    settings = load_settings(SETTINGS[role], "program", [])
+    for name, wanted in EVERYTHING.get(f"{role}.settings", {}).items():
+        assert getattr(settings, name) == wanted
 
 
 def test_a_setting_reaches_its_process_as_its_flag_would(tools: Tools) -> None:
@@ -178,6 +192,36 @@ def test_who_is_scaled_has_no_replicas_of_its_own(tools: Tools) -> None:
     assert replicas == {"rel-tandem-proxy": 1, "rel-tandem-prompt": None, "rel-tandem-completion": None}
     assert find(manifests, "HorizontalPodAutoscaler", "rel-tandem-prompt")
     assert find(manifests, "ScaledObject", "rel-tandem-completion")
+
+
+def test_k3_each_role_scales_by_its_own_signals_with_its_own_cool_down(tools: Tools) -> None:
+    values = {f"{role}.autoscaling.hpa.enabled": True for role in ("prompt", "completion")}
+    values |= {"prompt.autoscaling.targets.firstTokenSeconds": 1.5}
+    manifests = render(tools, values=values)
+    seen = {}
+    for role in ("prompt", "completion"):
+        spec = find(manifests, "HorizontalPodAutoscaler", f"rel-tandem-{role}")["spec"]
+        targets = {m["pods"]["metric"]["name"]: m["pods"]["target"]["averageValue"] for m in spec["metrics"]}
+        seen[role] = (targets, spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"])
+    assert seen == {
+        "prompt": (
+            {
+                "tandem_engine_queued_prompt_tokens": "8192",
+                "tandem_engine_predicted_first_token_seconds": "1.5",
+            },
+            300,
+        ),
+        "completion": ({"tandem_engine_kv_use": "0.8", "tandem_engine_sequence_use": "0.8"}, 600),
+    }
+
+
+def test_k7_an_engine_tells_the_others_its_pods_address(tools: Tools) -> None:
+    manifests = render(tools)
+    for role in ("prompt", "completion"):
+        deployment = find(manifests, "Deployment", f"rel-tandem-{role}")
+        assert variables(deployment)[f"TANDEM_{role.upper()}_CONTROL_HOST"] == "$(POD_IP)"
+        pod_ip = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        assert pod_ip in container(deployment)["env"]
 
 
 def test_a_pod_has_time_for_its_drain(tools: Tools) -> None:

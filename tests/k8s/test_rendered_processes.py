@@ -31,9 +31,8 @@ def manifests(tools: Tools) -> list[Manifest]:
 def running(deployment: Manifest, pod: dict[str, str], log_path: Path) -> Iterator[str]:
     """One container as a local process; yields its URL once its readiness probe passes."""
     spec = container(deployment)
-    variables_of_pod = {
-        k: v.replace("$(POD_IP)", "127.0.0.1") for k, v in variables(deployment).items()
-    } | pod
+    here = {"$(POD_IP)": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
+    variables_of_pod = {name: here.get(value, value) for name, value in variables(deployment).items()} | pod
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, *spec["command"][1:]],
