@@ -67,7 +67,7 @@ class ProxyMetrics:
         )
         self.migrations = Counter(
             "tandem_proxy_migrations",
-            "Prompts and streams that went on elsewhere, by what had failed and the stage: "
+            "Prompts and streams that went on elsewhere, by what had failed, or draining, and the stage: "
             "handover (another completion engine took the same), retry or stream",
             ("reason", "stage"),
             registry=registry,
