@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from benchmarks.report import Report, argument_parser
-from engine.kv_pool import KVLayout, KVPool
+from engine.errors import WeightFormatError
 from engine.model.linear import WeightFormat
-from engine.model.loader import load_model
-from engine.model_runner import ModelRunner
+from engine.model_runner import Int32Array, Runner, load_model_runner
 from model_files import ModelFiles, resolve_model
 from shared_scheduler import Batch
 
@@ -25,6 +24,7 @@ TEXTS = Path(__file__).parent / "data" / "quality_texts.jsonl.gz"
 BLOCK_SIZE = 32
 MAX_TOKENS = 512
 """Of one text; the rest is cut off."""
+KV_BYTES = 64 << 20
 BASELINE: WeightFormat = "fp32"
 
 
@@ -64,13 +64,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--formats", nargs="+", default=formats, choices=formats)
     parser.add_argument("--texts", type=int, default=None, help="only the first so many of each set")
+    parser.add_argument("--chunk", type=int, default=MAX_TOKENS, help="tokens in a pass; 1: as in decode")
     arguments = parser.parse_args()
     files = resolve_model(arguments.model)
-    texts = read_texts(arguments.texts)
+    names = list(dict.fromkeys((BASELINE, *arguments.formats)))
+    scores = score_formats(files, names, read_texts(arguments.texts), arguments.chunk)
     report = Report("quality")
-    scores = {
-        name: score_format(files, name, texts) for name in {BASELINE: 0, **dict.fromkeys(arguments.formats)}
-    }
     for name, by_set in scores.items():
         add_rows(report, name, by_set, scores[BASELINE])
     report.finish(arguments.json)
@@ -92,47 +91,75 @@ def read_texts(limit: int | None) -> dict[str, list[str]]:
     return {name: texts[:limit] for name, texts in sets.items()}
 
 
-def score_format(files: ModelFiles, name: WeightFormat, texts: dict[str, list[str]]) -> dict[str, Score]:
-    """By set, and of all together."""
-    runner, baseline = make_runner(files, name), make_runner(files, BASELINE)
+def score_formats(
+    files: ModelFiles, names: list[WeightFormat], texts: dict[str, list[str]], chunk: int
+) -> dict[WeightFormat, dict[str, Score]]:
+    """For each format by set, and of all together. The baseline comes first."""
+    runners = make_runners(files, names)
     tokenizer = files.tokenizer()
-    scores = {case: Score() for case in texts}
+    scores = {name: {case: Score() for case in texts} for name in runners}
     for case, some in texts.items():
         for text in some:
             ids = np.array(tokenizer.encode(text).ids[:MAX_TOKENS], np.int32)
-            own, expected = (logprobs_behind(side, ids) for side in (runner, baseline))
-            scores[case].add(own, expected, torch.from_numpy(ids[1:].astype(np.int64)))
+            targets = torch.from_numpy(ids[1:].astype(np.int64))
+            baseline = logprobs_behind(runners[BASELINE], ids, chunk)
+            for name, runner in runners.items():
+                own = baseline if name == BASELINE else logprobs_behind(runner, ids, chunk)
+                scores[name][case].add(own, baseline, targets)
+    return {name: {**by_set, "all": together(by_set)} for name, by_set in scores.items()}
+
+
+def together(scores: dict[str, Score]) -> Score:
     whole = Score()
     for score in scores.values():
         whole = whole.joined(score)
-    return {**scores, "all": whole}
+    return whole
 
 
-def make_runner(files: ModelFiles, name: WeightFormat) -> ModelRunner:
-    config = files.config()
-    pool = KVPool(KVLayout.of(config, BLOCK_SIZE), 1 + MAX_TOKENS // BLOCK_SIZE)
-    return ModelRunner(load_model(files, name, max_positions=MAX_TOKENS), config, pool)
+def make_runners(files: ModelFiles, names: list[WeightFormat]) -> dict[WeightFormat, Runner]:
+    """Those that this machine and these files can have; of the others it is said why not."""
+    runners: dict[WeightFormat, Runner] = {}
+    for name in names:
+        try:
+            runners[name] = load_model_runner(
+                files,
+                weight_format=name,
+                block_size=BLOCK_SIZE,
+                kv_bytes=KV_BYTES,
+                max_model_len=MAX_TOKENS,
+            )
+        except WeightFormatError as error:
+            print(f"{name}: {error}")
+    return runners
 
 
-def logprobs_behind(runner: ModelRunner, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> torch.Tensor:
-    """Of the whole vocabulary behind every token but the last, in one prefill."""
-    size = len(ids)
-    blocks = np.arange(1, 2 + (size - 1) // BLOCK_SIZE, dtype=np.int32)
-    one, length = np.ones(1, np.int32), np.array([size], np.int32)
-    batch = Batch(
+def logprobs_behind(runner: Runner, ids: Int32Array, chunk: int) -> torch.Tensor:
+    """Of the whole vocabulary behind every token but the last, computed so many tokens at a time."""
+    parts = [
+        runner.forward(chunk_batch(ids, start, min(start + chunk, len(ids))), np.arange(rows))
+        for start in range(0, len(ids) - 1, chunk)
+        if (rows := min(chunk, len(ids) - 1 - start))
+    ]
+    return torch.cat(parts).log_softmax(dim=-1)
+
+
+def chunk_batch(ids: Int32Array, start: int, end: int) -> Batch:
+    blocks = np.arange(1, 2 + (end - 1) // BLOCK_SIZE, dtype=np.int32)
+    none = np.zeros(1, np.int32)
+    positions = np.arange(start, end, dtype=np.int32)
+    return Batch(
         is_prompt=True,
         block_size=BLOCK_SIZE,
-        token_ids=ids,
-        positions=np.arange(size, dtype=np.int32),
-        slot_mapping=np.arange(size, dtype=np.int32) + BLOCK_SIZE,
-        seqlens_q=length,
-        seqlens_k=length,
+        token_ids=ids[start:end],
+        positions=positions,
+        slot_mapping=positions + BLOCK_SIZE,
+        seqlens_q=none + (end - start),
+        seqlens_k=none + end,
         block_tables=blocks[None],
-        state_slots=0 * one,
-        output_indices=0 * one,
-        input_from_previous=-one,
+        state_slots=none,
+        output_indices=none,
+        input_from_previous=none - 1,
     )
-    return runner.forward(batch, np.arange(size - 1)).log_softmax(dim=-1)
 
 
 if __name__ == "__main__":

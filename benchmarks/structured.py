@@ -8,8 +8,9 @@ import asyncio
 import gzip
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -31,18 +32,21 @@ class Outcomes:
     num_invalid: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
+    refusal_s: list[float] = field(default_factory=list)
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--schemas", type=int, default=None, help="only the first so many")
+    parser.add_argument("--first", type=int, default=0, help="where to begin, to measure in pieces")
+    parser.add_argument("--schemas", type=int, default=None, help="only so many from there")
+    parser.add_argument("--drafts", nargs="+", default=["off", "ngram"], choices=["off", "ngram"])
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--output-tokens", type=int, default=96)
     arguments = parser.parse_args()
-    schemas = read_schemas()[: arguments.schemas]
+    schemas = read_schemas()[arguments.first :][: arguments.schemas]
     report = Report("structured")
-    for method in ("off", "ngram"):
+    for method in arguments.drafts:
         with tandem_serve("--model", arguments.model, "--speculative", method) as url:
             body = {"model": arguments.model, "max_tokens": arguments.output_tokens}
             outcomes = asyncio.run(ask_all(url, schemas, body, arguments.streams))
@@ -53,6 +57,9 @@ def main() -> None:
 def add_rows(report: Report, case: str, outcomes: Outcomes, num_schemas: int) -> None:
     num_finished = outcomes.num_valid + outcomes.num_invalid
     report.add(case, "refused with 400", outcomes.num_refused, "schemas", num_schemas)
+    if outcomes.refusal_s:
+        report.add(case, "median time of a refusal", median(outcomes.refusal_s) * 1000, "ms")
+        report.add(case, "longest time of a refusal", max(outcomes.refusal_s) * 1000, "ms")
     report.add(case, "reached max_tokens", outcomes.num_cut, "schemas", num_schemas)
     report.add(case, "valid answers", outcomes.num_valid, "answers", num_finished)
     report.add(case, "output tokens/s", outcomes.num_tokens / outcomes.seconds, "1/s")
@@ -81,6 +88,7 @@ async def ask_all(url: str, schemas: list[Schema], body: dict[str, Any], num_str
 
 
 async def ask(client: httpx.AsyncClient, schema: Schema, body: dict[str, Any], outcomes: Outcomes) -> None:
+    started_s = time.perf_counter()
     text = f"Write short JSON that fits this schema:\n{json.dumps(schema)[:400]}"
     response = await client.post(
         "/v1/chat/completions",
@@ -91,6 +99,7 @@ async def ask(client: httpx.AsyncClient, schema: Schema, body: dict[str, Any], o
         },
     )
     if response.status_code == 400:
+        outcomes.refusal_s.append(time.perf_counter() - started_s)
         outcomes.num_refused += 1
         return
     response.raise_for_status()
@@ -99,6 +108,7 @@ async def ask(client: httpx.AsyncClient, schema: Schema, body: dict[str, Any], o
     choice = answer["choices"][0]
     if choice["finish_reason"] == "length":
         outcomes.num_cut += 1
+        print(f"cut: {json.dumps(schema)[:200]}: {choice['message']['content'][-120:]!r}")
     elif is_valid(schema, choice["message"]["content"]):
         outcomes.num_valid += 1
     else:
