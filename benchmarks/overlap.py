@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=("zmq", "nixl"), default="zmq")
     parser.add_argument("--rate-mbit", type=int, default=400, help="of the link")
     parser.add_argument("--chunk-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3, help="prompts for each row")
+    parser.add_argument("--repeats", type=int, default=2, help="prompts for each row")
     parser.add_argument("--in-namespace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.in_namespace:

@@ -10,6 +10,7 @@ standard input.
 import dataclasses
 import json
 import sys
+import threading
 from typing import TypedDict
 
 from kv_transfer.offers import Offer
@@ -52,8 +53,13 @@ QUICK = {
 }
 
 
+_saying = threading.Lock()
+"""Events come from a pump thread, answers from the main one."""
+
+
 def say(*items: object) -> None:
-    print(json.dumps(items), flush=True)
+    with _saying:
+        print(json.dumps(items), flush=True)
 
 
 def serve_memory(setup: Setup, pool: Pool) -> None:

@@ -24,7 +24,10 @@ from tests.engine.builders import save_tiny_model
 from tests.system.hosts import PROXY_URL, StackOnHosts
 from tests.system.processes import ServiceProcess, eventually
 
-NUM_PROMPT_TOKENS, NUM_TOKENS = 1000, 100
+NUM_PROMPT_TOKENS, NUM_TOKENS = 1000, 60
+CLEAR_GAP = 0.01
+"""Between the likeliest and the next token, in logits. Sums in other batches round differently: where the two
+are closer, either may come."""
 BLOCK_SIZE, CHUNK = 16, 16
 NUM_PROMPT_BLOCKS, NUM_COMPLETION_BLOCKS = 224, 136
 """Room for three prompts, and for two of which one is answered at length."""
@@ -61,7 +64,9 @@ class Outcome:
 class Stream:
     """A request under way."""
 
-    expected: str
+    expected: list[str]
+    """As far as it is clear."""
+    num_tokens: int
     result: "Future[Outcome]" = field(init=False)
     num_chunks: int = 0
 
@@ -76,16 +81,25 @@ class TinyOracle:
         words.pre_tokenizer = pre_tokenizers.Whitespace()
         words.save(str(path / "tokenizer.json"))
 
-    def answer(self, prompt: Sequence[int], num_tokens: int) -> str:
+    def answer(self, prompt: Sequence[int], num_tokens: int) -> list[str]:
+        """Up to the first token that is not clear."""
         with torch.inference_mode():
             ids = torch.tensor([list(prompt)])
             settings = transformers.GenerationConfig(
-                max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                output_scores=True,
+                return_dict_in_generate=True,
             )
-            generated = self._model.generate(
+            answer = self._model.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=settings
             )
-        return " ".join(f"w{token}" for token in generated[0, len(prompt) :].tolist())
+        best = torch.cat(answer.scores).topk(2).values
+        is_clear = (best[:, 0] - best[:, 1] >= CLEAR_GAP).tolist()
+        num_clear = is_clear.index(False) if False in is_clear else num_tokens
+        return [f"w{token}" for token in answer.sequences[0, len(prompt) :].tolist()[:num_clear]]
 
 
 class Disturbed:
@@ -106,10 +120,18 @@ class Disturbed:
         return self.stack.services["completion"]
 
     def send(self, num_prompt: int = NUM_PROMPT_TOKENS, num_tokens: int = NUM_TOKENS) -> Stream:
-        prompt = [self._chance.randrange(3, 512) for _ in range(num_prompt)]
-        stream = Stream(self._oracle.answer(prompt, num_tokens))
+        prompt, expected = self._clear_prompt(num_prompt, min(num_tokens, NUM_TOKENS))
+        stream = Stream(expected, num_tokens)
         stream.result = self._senders.submit(self._follow, stream, prompt, num_tokens)
         return stream
+
+    def _clear_prompt(self, num_prompt: int, num_clear: int) -> tuple[list[int], list[str]]:
+        """One with an answer that is clear for so long."""
+        while True:
+            prompt = [self._chance.randrange(3, 512) for _ in range(num_prompt)]
+            expected = self._oracle.answer(prompt, num_clear)
+            if len(expected) == num_clear:
+                return prompt, expected
 
     def _follow(self, stream: Stream, prompt: list[int], num_tokens: int) -> Outcome:
         began_s = time.monotonic()
@@ -143,10 +165,10 @@ class Disturbed:
         """In time, with the right tokens or with an error and no wrong one."""
         outcome = stream.result.result(REQUEST_LIMIT_S + 10)
         assert outcome.took_s < REQUEST_LIMIT_S + 5
-        if outcome.error is None:
-            assert outcome.text == stream.expected
-        else:
-            assert stream.expected.startswith(outcome.text.rstrip())
+        words = outcome.text.split()
+        num_compared = min(len(words), len(stream.expected))
+        assert words[:num_compared] == stream.expected[:num_compared]
+        assert len(words) == stream.num_tokens or outcome.error is not None
         return outcome
 
     def until_it_works_again(self) -> None:
