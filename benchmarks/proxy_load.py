@@ -34,9 +34,10 @@ class StreamClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         connection = cast(asyncio.Transport, transport)
-        if not self._reads:
-            connection.pause_reading()
         connection.write(self._request)
+        if not self._reads:
+            # uvloop begins to read after this call.
+            asyncio.get_running_loop().call_soon(connection.pause_reading)
 
     def data_received(self, data: bytes) -> None:
         now_s = time.perf_counter()

@@ -18,11 +18,12 @@ from benchmarks.report import Report, argument_parser
 from proxy.activity import quantile
 
 FAST = 16
-STEP_S = 0.1
-BURST_TOKENS = 1000
-"""About 200 KB of events."""
-WINDOW_S = 10.0
-STALL_S = 40.0
+STEP_S = 0.25
+BURST_TOKENS = 600
+"""About 130 KB of events."""
+WINDOW_S = 5.0
+SETTLE_S = 3.0
+STALL_S = 30.0
 """After which a client that reads nothing is given up."""
 
 
@@ -35,18 +36,19 @@ async def main(arguments: argparse.Namespace) -> None:
             await asyncio.sleep(2.0)
             await add_rows(report, "no slow readers", proxy, fast)
             async with open_streams(proxy.url, model, num_slow, reads=False):
-                await asyncio.sleep(5.0)
+                await until_open(proxy.url, FAST + num_slow)
+                await asyncio.sleep(SETTLE_S)
                 await add_rows(report, f"beside {num_slow} slow readers", proxy, fast)
-                await until_given_up(proxy.url)
+                await until_open(proxy.url, FAST)
                 await add_rows(report, "when they were given up", proxy, fast)
             assert not fast.num_ended
     report.finish(arguments.json)
 
 
-async def until_given_up(url: str) -> None:
+async def until_open(url: str, num_streams: int) -> None:
     """As the proxy says: clients that read nothing do not see their connection's end either."""
-    open_requests = f'tandem_proxy_open_requests{{stream="true"}} {FAST:.1f}'
-    async with asyncio.timeout(3 * STALL_S), httpx.AsyncClient(trust_env=False) as client:
+    open_requests = f'tandem_proxy_open_requests{{stream="true"}} {num_streams:.1f}'
+    async with asyncio.timeout(4 * STALL_S), httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
         while True:
             if open_requests in (await client.get(url + "/metrics")).text:
                 return
