@@ -17,7 +17,6 @@ from tests.k8s.cluster.running import CHART, NAMESPACE, RELEASE, Cluster
 pytestmark = [
     pytest.mark.system,
     pytest.mark.cluster,
-    pytest.mark.chaos,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("default:NO KUBERNETES CONTROL PLANE"),
 ]
@@ -34,6 +33,8 @@ VALUES = {
     "completion.settings.grace_s": 20,
 }
 """The demo's, with less waiting."""
+long = pytest.mark.chaos
+"""Only with `make cluster`: engines start again and again."""
 ASKS = [Ask(f"{number} facts about the sea:\n1.", 64) for number in ("Ten", "Nine", "Eight")]
 
 
@@ -149,6 +150,7 @@ def upgrade(cluster: Cluster, revision: str, **values: object) -> None:
     cluster.apply_chart("upgrade", [DEMO_VALUES], {**VALUES, **changed, **values})
 
 
+@long
 def test_the_prompt_role_grows_under_load_and_shrinks_again_while_completion_stays(
     cluster: Cluster, url: str, expected: dict[Ask, str]
 ) -> None:
@@ -187,6 +189,7 @@ def names(cluster: Cluster) -> set[str]:
     return {pod["metadata"]["name"] for role in ("prompt", "completion") for pod in cluster.ready_pods(role)}
 
 
+@long
 def test_a_rolling_upgrade_of_both_roles_harms_no_stream(
     cluster: Cluster, url: str, expected: dict[Ask, str]
 ) -> None:
@@ -214,6 +217,7 @@ def scale(cluster: Cluster, deployment: str, replicas: int) -> None:
     eventually(is_scaled, f"{deployment} has {replicas} replicas", 30.0)
 
 
+@long
 def test_streams_go_on_and_engines_stay_known_while_the_api_server_is_gone(
     cluster: Cluster, url: str, expected: dict[Ask, str]
 ) -> None:
@@ -237,6 +241,7 @@ def wait_until_new_pod_is_known(cluster: Cluster, url: str) -> None:
     eventually(lambda: engine_urls(url) == all_engines(cluster), "the proxy knows that, too", 20.0)
 
 
+@long
 def test_an_engine_at_the_address_of_one_that_left_is_another_engine(
     cluster: Cluster, url: str, expected: dict[Ask, str]
 ) -> None:
@@ -265,7 +270,7 @@ def engines_by_address(cluster: Cluster) -> dict[str, str]:
     return {url: info["engine_id"] for url, info in infos.items()}
 
 
-@pytest.mark.chaos
+@long
 def test_without_drains_and_migrations_the_same_upgrade_breaks_streams(
     cluster: Cluster, url: str, expected: dict[Ask, str]
 ) -> None:
