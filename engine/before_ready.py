@@ -22,7 +22,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transport import Transport
-from shared_scheduler import EngineType, Scheduler, SchedulerConfig
+from shared_scheduler import EngineType, Scheduler, SchedulerConfig, WaitingPolicy
 from wire.sampling import SamplingParams
 from wire.services import PromptEngineAddress
 
@@ -43,6 +43,7 @@ def warm_up(runner: Runner, settings: SchedulerConfig, sampler: Sampler | None =
         engine_type=EngineType.NORMAL,
         prefill_attempt_interval=1,
         prefill_any_attempt_interval=1,
+        waiting_policy=WaitingPolicy.FCFS,  # others ask the prefix cache
         test_retract_interval=None,
         admission_estimate=False,
         max_num_draft_tokens=0,

@@ -96,7 +96,7 @@ class CompletionHandover:
             raise RequestError(f"request_id {request.request_id!r} is in use")
         self._arrivals[handover_id] = Arrival(sequence, handover_id, now_s + self._limits.wait_s)
         self._handover_ids[request.request_id] = handover_id
-        self._sink.request(handover_id, prompt_engine)
+        self._sink.request(handover_id, prompt_engine, self._limits.wait_s)
 
     def abort(self, request_id: str) -> None:
         handover_id = self._handover_ids.pop(request_id, None)
@@ -286,7 +286,9 @@ class CompletionHandover:
         if arrival.sequence.holds_blocks:
             self._scheduler.drop_remote(arrival.sequence)
         del self._arrivals[arrival.handover_id]
-        self._handover_ids.pop(arrival.sequence.request_id, None)
+        request_id = arrival.sequence.request_id
+        if self._handover_ids.get(request_id) == arrival.handover_id:  # its id may be in use again
+            del self._handover_ids[request_id]
 
 
 def _failure(request_id: str, status: int, code: str, message: str) -> RequestOutput:

@@ -23,11 +23,11 @@ SLICE_BYTES = 16 << 20
 
 
 def tokens_per_digest(num_tokens: int, source_block_size: int) -> int:
-    """One, or the smallest power of two that makes few enough; never more than a block of the source."""
-    group = 1
-    while num_tokens > group * MAX_DIGESTS and source_block_size % (2 * group) == 0:
-        group *= 2
-    return group
+    """One, or the smallest share of a block of the source that makes few enough; at most that block."""
+    for group in range(1, source_block_size):
+        if source_block_size % group == 0 and num_tokens <= group * MAX_DIGESTS:
+            return group
+    return source_block_size
 
 
 class TokenDigests:

@@ -29,9 +29,8 @@ def parse_networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddr
 class AddressGate:
     """Lets peers of some networks in, and this host itself. Owns a socket, to be served often."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", networks: Sequence[str], own: str) -> None:
-        """`own`: the address under which this process reaches itself."""
-        self._networks = parse_networks((*networks, own))
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", networks: Sequence[str]) -> None:
+        self._networks = parse_networks(networks)
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP_ENDPOINT)
@@ -39,6 +38,10 @@ class AddressGate:
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
         """Before the socket is bound: whoever connects to it has to pass."""
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+
+    def admit(self, own: str) -> None:
+        """The address under which this process reaches itself, known once the socket is bound."""
+        self._networks += parse_networks((own,))
 
     def allows(self, address: str) -> bool:
         try:

@@ -14,7 +14,7 @@ LINGER_MS = 200
 
 MAX_FRAMES_PER_TURN = 256
 
-_WILDCARDS = ("0.0.0.0", "*", "[::]", "::")
+WILDCARD_HOSTS = ("0.0.0.0", "*", "[::]", "::")
 _UNSPECIFIED = ("0.0.0.0", "::")
 
 LOCAL_HOST = "127.0.0.1"
@@ -61,7 +61,7 @@ def advertised(endpoint: str, advertise_host: str | None) -> str:
     """The endpoint as peers must write it: a wildcard host is replaced by `advertise_host`."""
     scheme, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or host not in _WILDCARDS:
+    if scheme != "tcp" or host not in WILDCARD_HOSTS:
         return endpoint
     if advertise_host is None:
         raise SettingsError(f"{endpoint} listens everywhere: set advertise_host to the host peers must use")

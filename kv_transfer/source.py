@@ -126,6 +126,8 @@ class HandoverSource:
         self._socket = control_router(self._context, self._settings)
         self._set_up_gate(self._socket)
         endpoint = bind(self._socket, self._bind_address)
+        if self._gate is not None:
+            self._gate.admit(local_host(endpoint))
         self.control_address = advertised(endpoint, self._settings.advertise_host)
         self.local_address = advertised(endpoint, LOCAL_HOST)
         blob = self._transport.register(self._regions, endpoint)
@@ -138,7 +140,7 @@ class HandoverSource:
     def _set_up_gate(self, socket: "zmq.Socket[bytes]") -> None:
         networks = self._settings.allowed_networks
         if networks:
-            self._gate = AddressGate(self._context, networks, local_host(self._bind_address))
+            self._gate = AddressGate(self._context, networks)
             self._gate.guard(socket)
             self._pump.poller.register(self._gate.socket, zmq.POLLIN)
 

@@ -218,7 +218,7 @@ class SourceLedger:
             # Computed once more, into other blocks: what was announced is no longer this prompt's.
             self._turn_away(pinned.reader, pinned.handover_id, pinned.generation, "superseded")
             pinned.let_go(now_s + self._settings.lease_s)
-        else:
+        elif ending is not None or block_ids.size > known.size:  # a chunk may end inside a known block
             new = _as_bytes(block_ids[known.size :])
             self._send(
                 pinned.reader,

@@ -122,8 +122,13 @@ class SourceProtocol:
             return
         self._peers[reader] = self._peers.pop(reader, NOT_INTRODUCED)
         if len(self._peers) > self._settings.max_peers:
-            self._peers.popitem(last=False)
+            self._forget_a_peer()
         self._send(reader, HelloOk(self._identity.epoch))
+
+    def _forget_a_peer(self) -> None:
+        """Of those that only said hello, if there are any, whoever was heard of longest ago."""
+        strangers = (reader for reader, name in self._peers.items() if name == NOT_INTRODUCED)
+        del self._peers[next(strangers, next(iter(self._peers)))]
 
     def _on_introduce(self, reader: ReaderId, message: Introduce) -> None:
         if reader not in self._peers:

@@ -196,7 +196,7 @@ class _PairFlow:
     async def _pass_on_first_tokens(self, completion_leg: asyncio.Task[None]) -> None:
         answer = await self._call_prompt()
         self._calls.answered(self._prompt)
-        if self._completion_patience is not None:
+        if self._completion_patience is not None and not self._completion_patience.expired():
             self._completion_patience.reschedule(self._loop.time() + self._timeouts.first_byte_s)
         ends = [self._end_of_text(choice) for choice in answer.choices]
         self._handed_over = tuple(choice for choice, end in enumerate(ends) if end is None)

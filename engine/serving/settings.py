@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from engine.config import DeviceName, EngineConfig, KernelChoice, WaitingPolicyName
+from kv_transfer.sockets import WILDCARD_HOSTS
 from settings.loading import ProcessSettings
 from wire.services import EngineRole
 
@@ -162,11 +163,13 @@ class EngineServiceSettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _check_that_others_can_connect(self) -> Self:
-        told = self.control_advertise_host or self.control_host
+        told = self.control_host
+        if told in WILDCARD_HOSTS and self.control_advertise_host is not None:
+            told = self.control_advertise_host
         if self.hands_over and _is_loopback(told) and not _is_loopback(self.host):
             raise ValueError(
-                f"--host {self.host} serves other machines, whose engines cannot connect to {told}:"
-                " give --control-host (or --control-advertise-host) an address of this one"
+                f"--host {self.host} serves other machines, whose engines cannot connect to {told}: give"
+                " --control-host an address of this one (or 0.0.0.0, and --control-advertise-host the address)"
             )
         return self
 

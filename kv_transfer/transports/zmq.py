@@ -343,11 +343,12 @@ class ZmqConnection:
 
     def _ask(self) -> None:
         while self._queue and len(self._asked) < WINDOW:
-            read, piece = self._queue.popleft()
+            read, piece = self._queue[0]
             sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
             region = self._memory.source_of(piece.region)
             ask = _Ask(self._token, sequence, region, piece.remote.astype("<i8").tobytes())
             self._socket.send(_encode(ask), zmq.NOBLOCK)
+            self._queue.popleft()  # sent: `zmq.Again` leaves it for another turn
             self._asked[sequence] = (read, piece)
 
     def _receive(self) -> None:

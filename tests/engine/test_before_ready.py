@@ -10,7 +10,7 @@ from engine.errors import EngineStartError
 from kv_transfer.source import HandoverSource
 from kv_transfer.transports import make_transport
 from kv_transfer.transports.fake import FakeTransport
-from shared_scheduler import EngineType, SchedulerConfig
+from shared_scheduler import EngineType, SchedulerConfig, WaitingPolicy
 from tests.engine.pair import tiny_checkpoint
 from tests.engine.tiny_engine import TinyModel
 from tests.kv_transfer.builders import Pool, identity
@@ -38,6 +38,24 @@ def test_k8_the_model_has_run_a_prompt_and_a_decode_step_before_the_engine_is_re
         num_blocks=16,
         partial_pulls=kind is EngineType.COMPLETION,
     )
+    warm_up(runner, settings)
+    assert runner.kinds == "PD"
+
+
+@pytest.mark.parametrize("policy", WaitingPolicy)
+def test_every_waiting_policy_starts(model: TinyModel, policy: WaitingPolicy) -> None:
+    settings = SchedulerConfig(
+        engine_type=EngineType.PROMPT,
+        max_model_len=60,
+        max_num_seqs=8,
+        max_num_batched_tokens=8,
+        block_size=4,
+        num_blocks=16,
+        prefix_cache=True,
+        waiting_policy=policy,
+    )
+    runner = model.gated_runner(16)
+    runner.let_run(2)
     warm_up(runner, settings)
     assert runner.kinds == "PD"
 

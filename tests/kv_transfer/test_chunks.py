@@ -69,6 +69,14 @@ def test_announced_blocks_are_read_before_the_prompt_is_whole(pair: Pair) -> Non
     assert pair.take_events() == [Released("h", "released")]
 
 
+def test_chunk_that_ends_inside_an_announced_block_changes_nothing(pair: Pair) -> None:
+    pulling(pair)
+    announce(pair, 2)
+    complete(pair)
+    assert pair.reader.take_events() == [Arrived("h", FIRST)]
+    assert pair.reader.pool.holds(LOCAL_BLOCKS, SOURCE_BLOCKS)
+
+
 def test_every_chunk_is_one_read(pair: Pair) -> None:
     pulling(pair)
     announce(pair, 4)

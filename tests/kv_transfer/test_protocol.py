@@ -4,6 +4,7 @@ import pytest
 
 from kv_transfer.events import Arrived, Failed, Offered, Reclaimable, Released
 from kv_transfer.layout import Identity
+from kv_transfer.messages import PROTOCOL_VERSION, Hello, encode
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.builders import COMPATIBILITY, FIRST, Pair, identity, offer
 from wire.services import PromptEngineAddress
@@ -555,6 +556,17 @@ def test_restarted_source_drops_the_old_epochs_messages() -> None:
     pair.offer()
     pair.run()
     assert fresh.take_events() == [OFFERED]
+
+
+def test_strangers_who_only_say_hello_cost_no_reader_its_session(pair: Pair) -> None:
+    offered(pair)
+    hello = encode(Hello(1, PROTOCOL_VERSION, dict(identity().compatibility)))
+    for number in range(TransferSettings().max_peers + 1):
+        pair.source.on_frames(b"stranger-%d" % number, [hello], pair.now_s)
+    pair.advance(LEASE_S / 2)
+    pair.reader.pull((7, 8))
+    pair.run()
+    assert pair.reader.take_events() == [Arrived("h", FIRST)]
 
 
 def test_silently_reconnected_reader_learns_that_its_session_is_gone(pair: Pair) -> None:

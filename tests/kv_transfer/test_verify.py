@@ -117,6 +117,7 @@ def test_a_long_prompt_has_as_many_digests_as_a_message_takes() -> None:
         16,
     ]
     assert tokens_per_digest(100 * MAX_DIGESTS, 32) == 32
+    assert tokens_per_digest(MAX_DIGESTS + 1, 25) == 5
 
 
 def test_a_lease_outlives_the_hashing_of_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
