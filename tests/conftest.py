@@ -1,15 +1,19 @@
-"""How the suite is divided among pytest-xdist workers."""
+"""How the suite is divided among pytest-xdist workers (`-n 2`)."""
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+STACKS = ("tests/system/", "tests/k8s/", "tests/browser/", "tests/engine/tensor_parallel/")
+"""Tests of real processes. Two stacks at a time would starve each other on two cores."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of real processes follow one another in one worker from the start; others go where room is.
+class OneWorkerForStacks(LoadScopeScheduling):
+    """Tests of real processes follow one another in one worker; of the others, each file stays together."""
 
-    Two stacks at a time would starve each other on two cores, and module fixtures are dear.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("system") is None)
-    for item in items:
-        group = "system" if item.get_closest_marker("system") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    def _split_scope(self, nodeid: str) -> str:
+        return "stacks" if nodeid.startswith(STACKS) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneWorkerForStacks:
+    return OneWorkerForStacks(config, log)

@@ -168,8 +168,8 @@ class EngineServiceSettings(ProcessSettings):
             told = self.control_advertise_host
         if self.hands_over and _is_loopback(told) and not _is_loopback(self.host):
             raise ValueError(
-                f"--host {self.host} serves other machines, whose engines cannot connect to {told}: give"
-                " --control-host an address of this one (or 0.0.0.0, and --control-advertise-host the address)"
+                f"--host {self.host} serves other machines, whose engines cannot connect to {told}:"
+                " give --control-host an address of this one (or 0.0.0.0, and --control-advertise-host)"
             )
         return self
 
