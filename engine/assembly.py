@@ -71,7 +71,7 @@ def build_engine(
         device = choose_device(config.device, config.dtype)
         runner, ranks = load_runner(config, files, wake, device)
         settings = scheduler_config(config, runner)
-        group = build_group(config, settings, files, wake, report, device)
+        group = build_group(config, settings, files, wake, report)
         scheduler = Scheduler(settings, group=group)
         drafter = build_drafter(config, files, runner, scheduler, report)
         report("starting transfers", 0.9)
@@ -273,7 +273,6 @@ def build_group(
     files: ModelFiles,
     wake: Callable[[], None],
     report: ReportProgress,
-    device: torch.device,
 ) -> EngineGroup | None:
     """The ranks this engine steps with, once they are all here; None for an engine alone."""
     if config.dp_size == 1:
@@ -287,7 +286,7 @@ def build_group(
         port=int(port),
         step_timeout_s=config.dp_step_timeout_s,
     )
-    return join_group(place, shared_options(config, settings, files), wake=wake, report=report, device=device)
+    return join_group(place, shared_options(config, settings, files), wake=wake, report=report)
 
 
 def shared_options(config: EngineConfig, settings: SchedulerConfig, files: ModelFiles) -> dict[str, str]:
