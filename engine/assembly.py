@@ -26,6 +26,7 @@ from engine.lending import Lender
 from engine.llm_engine import LLMEngine
 from engine.model.linear import check_weight_format
 from engine.model_runner import Runner, load_model_runner
+from engine.prompt_logprobs import max_scored_tokens
 from engine.prompt_role import PromptHandover
 from engine.pull_back import PullBack, PullBackLimits
 from engine.rendezvous import GroupPlace, join_group
@@ -206,6 +207,7 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
         waiting_policy=WaitingPolicy(config.waiting_policy),
         waiting_age_limit=config.waiting_age_limit,
         max_chunk_tokens=config.max_chunk_tokens,
+        max_scored_tokens=max_scored_tokens(model.vocab_size),
         retract_cheapest=config.retract_cheapest,
         test_retract_interval=config.test_retract_interval,
         admission_estimate=config.has_admission_estimate,

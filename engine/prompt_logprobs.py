@@ -23,6 +23,14 @@ Float32Array = npt.NDArray[np.float32]
 ROWS_AT_ONCE = 64
 """Bounds the memory for probabilities of the whole vocabulary."""
 
+LOGITS_BYTES = 256 << 20
+"""Of the logits that one step keeps for prompts."""
+
+
+def max_scored_tokens(vocab_size: int) -> int:
+    """How many tokens of prompts a step may judge at most."""
+    return max(1, LOGITS_BYTES // (4 * vocab_size))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSpan:

@@ -9,8 +9,10 @@ import torch
 import transformers
 from torch._subclasses import FakeTensorMode
 
+from engine.assembly import scheduler_config
+from engine.config import EngineConfig
 from engine.ipc import AddRequest, RequestOutput
-from engine.prompt_logprobs import judge
+from engine.prompt_logprobs import LOGITS_BYTES, judge, max_scored_tokens
 from tests.engine.pair import TestEngine, tiny_checkpoint
 from tests.engine.tiny_engine import DirectPair, TinyModel, normal_engine
 from wire.sampling import SamplingParams
@@ -185,3 +187,21 @@ def test_logits_are_judged_where_they_are() -> None:
         judged = judge(logits, np.zeros(70, np.int64), 3)
     assert [tensor.device.type for tensor in judged] == ["cuda"] * 3
     assert [tuple(tensor.shape) for tensor in judged] == [(70,), (70, 3), (70, 3)]
+
+
+def test_an_engine_bounds_the_logits_that_a_step_keeps(model: TinyModel) -> None:
+    runner = model.runner(96)
+    config = EngineConfig(
+        role="normal",
+        engine_id="e",
+        epoch=1,
+        model="tiny",
+        max_model_len=32,
+        command_endpoint="",
+        event_endpoint="",
+    )
+    row_bytes = 4 * runner.config.vocab_size
+    most = scheduler_config(config, runner).max_scored_tokens
+    assert most is not None
+    assert most * row_bytes <= LOGITS_BYTES < (most + 1) * row_bytes
+    assert max_scored_tokens(128_256) == 523
