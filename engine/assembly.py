@@ -14,7 +14,7 @@ from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.config import EngineConfig
 from engine.device_runner import DEVICE_DTYPE, choose_device, load_device_runner
 from engine.device_sampler import DeviceSampler
-from engine.draft_model import DraftModel
+from engine.draft_loading import load_draft_model
 from engine.drafters import Drafter, PromptLookup
 from engine.errors import DeviceError, EngineError, EngineStartError, TensorParallelError
 from engine.grammars import Grammars
@@ -40,7 +40,6 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transports import check_rdma, make_transport
-from model_files import ModelConfig
 from model_files.errors import ModelFilesError
 from model_files.interface import ModelFiles
 from model_files.resolve import resolve_model
@@ -229,44 +228,6 @@ def build_drafter(
         return PromptLookup(settings.num_draft_slots)
     report("loading the draft model", 0.8)
     return load_draft_model(config, config.draft_model, files, runner.config, scheduler)
-
-
-def load_draft_model(
-    config: EngineConfig, name: str, files: ModelFiles, target: ModelConfig, scheduler: Scheduler
-) -> DraftModel:
-    """`EngineStartError` where the model cannot draft for the target."""
-    draft_files = resolve_model(name)
-    own, other = (some.tokenizer().get_vocab() for some in (files, draft_files))
-    if own != other:
-        odd = sorted(set(own.items()) ^ set(other.items()), key=lambda item: item[1])[0]
-        raise EngineStartError(
-            f"--draft-model {name} has another tokenizer than {files.name}, such as at token {odd[1]} "
-            f"({odd[0]!r}); a draft model needs the same one"
-        )
-    settings = scheduler.config
-    num_positions = draft_files.config().max_position_embeddings
-    max_len = min(num_positions, settings.max_model_len + 2 * settings.max_num_draft_tokens)
-    runner = load_model_runner(
-        draft_files,
-        weight_format=config.dtype,
-        block_size=config.block_size,
-        kv_bytes=config.draft_kv_bytes,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_len,
-        num_threads=config.num_threads,
-    )
-    if runner.states is not None:
-        raise EngineStartError(
-            f"--draft-model {name} keeps a state per sequence, which cannot be wound back over wrong drafts; "
-            "take a model that keeps keys and values only"
-        )
-    return DraftModel(
-        runner,
-        scheduler,
-        num_slots=settings.num_draft_slots,
-        vocab_size=target.vocab_size,
-        max_len=min(max_len, runner.kv_pool.num_blocks * config.block_size),
-    )
 
 
 def build_group(
