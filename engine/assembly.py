@@ -124,6 +124,11 @@ def load_runner(
             raise DeviceError(f"--dtype {DEVICE_DTYPE} runs in one process; start it with --tp 1")
         if config.draft_model is not None:
             raise DeviceError(f"--dtype {DEVICE_DTYPE} has no --draft-model; start with --speculative ngram")
+        if config.kernels == "native":
+            raise DeviceError(
+                f"--kernels native do not compute --dtype {DEVICE_DTYPE}; start with --kernels auto, or with "
+                "--dtype fp16w"
+            )
         runner, attention = load_device_runner(
             files,
             device,
