@@ -12,7 +12,6 @@ import threading
 import time
 
 import numpy as np
-import torch
 
 from benchmarks.report import Report, argument_parser
 from engine.group import EngineGroup
@@ -56,9 +55,7 @@ class Member:
         self._rank = rank
         self._woken = threading.Event()
         place = GroupPlace(rank=rank, size=size, host="127.0.0.1", port=port)
-        self._group: EngineGroup = join_group(
-            place, {}, wake=self._woken.set, report=lambda *_: None, device=torch.device("cpu")
-        )
+        self._group: EngineGroup = join_group(place, {}, wake=self._woken.set, report=lambda *_: None)
 
     def steps(self) -> tuple[list[float], float]:
         """Wall time of each step's collective, and the process's CPU time per step."""

@@ -14,7 +14,7 @@ from engine.completion_role import ArrivalLimits, CompletionHandover
 from engine.config import EngineConfig
 from engine.device_runner import DEVICE_DTYPE, choose_device, load_device_runner
 from engine.device_sampler import DeviceSampler
-from engine.draft_model import DraftModel
+from engine.draft_loading import load_draft_model
 from engine.drafters import Drafter, PromptLookup
 from engine.errors import DeviceError, EngineError, EngineStartError, TensorParallelError
 from engine.grammars import Grammars
@@ -26,6 +26,7 @@ from engine.lending import Lender
 from engine.llm_engine import LLMEngine
 from engine.model.linear import check_weight_format
 from engine.model_runner import Runner, load_model_runner
+from engine.prompt_logprobs import max_scored_tokens
 from engine.prompt_role import PromptHandover
 from engine.pull_back import PullBack, PullBackLimits
 from engine.rendezvous import GroupPlace, join_group
@@ -39,7 +40,6 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
 from kv_transfer.transports import check_rdma, make_transport
-from model_files import ModelConfig
 from model_files.errors import ModelFilesError
 from model_files.interface import ModelFiles
 from model_files.resolve import resolve_model
@@ -71,7 +71,7 @@ def build_engine(
         device = choose_device(config.device, config.dtype)
         runner, ranks = load_runner(config, files, wake, device)
         settings = scheduler_config(config, runner)
-        group = build_group(config, settings, files, wake, report, device)
+        group = build_group(config, settings, files, wake, report)
         scheduler = Scheduler(settings, group=group)
         drafter = build_drafter(config, files, runner, scheduler, report)
         report("starting transfers", 0.9)
@@ -124,6 +124,11 @@ def load_runner(
             raise DeviceError(f"--dtype {DEVICE_DTYPE} runs in one process; start it with --tp 1")
         if config.draft_model is not None:
             raise DeviceError(f"--dtype {DEVICE_DTYPE} has no --draft-model; start with --speculative ngram")
+        if config.kernels == "native":
+            raise DeviceError(
+                f"--kernels native do not compute --dtype {DEVICE_DTYPE}; start with --kernels auto, or with "
+                "--dtype fp16w"
+            )
         runner, attention = load_device_runner(
             files,
             device,
@@ -206,6 +211,7 @@ def scheduler_config(config: EngineConfig, runner: Runner) -> SchedulerConfig:
         waiting_policy=WaitingPolicy(config.waiting_policy),
         waiting_age_limit=config.waiting_age_limit,
         max_chunk_tokens=config.max_chunk_tokens,
+        max_scored_tokens=max_scored_tokens(model.vocab_size),
         retract_cheapest=config.retract_cheapest,
         test_retract_interval=config.test_retract_interval,
         admission_estimate=config.has_admission_estimate,
@@ -229,51 +235,12 @@ def build_drafter(
     return load_draft_model(config, config.draft_model, files, runner.config, scheduler)
 
 
-def load_draft_model(
-    config: EngineConfig, name: str, files: ModelFiles, target: ModelConfig, scheduler: Scheduler
-) -> DraftModel:
-    """`EngineStartError` where the model cannot draft for the target."""
-    draft_files = resolve_model(name)
-    own, other = (some.tokenizer().get_vocab() for some in (files, draft_files))
-    if own != other:
-        odd = sorted(set(own.items()) ^ set(other.items()), key=lambda item: item[1])[0]
-        raise EngineStartError(
-            f"--draft-model {name} has another tokenizer than {files.name}, such as at token {odd[1]} "
-            f"({odd[0]!r}); a draft model needs the same one"
-        )
-    settings = scheduler.config
-    num_positions = draft_files.config().max_position_embeddings
-    max_len = min(num_positions, settings.max_model_len + 2 * settings.max_num_draft_tokens)
-    runner = load_model_runner(
-        draft_files,
-        weight_format=config.dtype,
-        block_size=config.block_size,
-        kv_bytes=config.draft_kv_bytes,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_len,
-        num_threads=config.num_threads,
-    )
-    if runner.states is not None:
-        raise EngineStartError(
-            f"--draft-model {name} keeps a state per sequence, which cannot be wound back over wrong drafts; "
-            "take a model that keeps keys and values only"
-        )
-    return DraftModel(
-        runner,
-        scheduler,
-        num_slots=settings.num_draft_slots,
-        vocab_size=target.vocab_size,
-        max_len=min(max_len, runner.kv_pool.num_blocks * config.block_size),
-    )
-
-
 def build_group(
     config: EngineConfig,
     settings: SchedulerConfig,
     files: ModelFiles,
     wake: Callable[[], None],
     report: ReportProgress,
-    device: torch.device,
 ) -> EngineGroup | None:
     """The ranks this engine steps with, once they are all here; None for an engine alone."""
     if config.dp_size == 1:
@@ -287,7 +254,7 @@ def build_group(
         port=int(port),
         step_timeout_s=config.dp_step_timeout_s,
     )
-    return join_group(place, shared_options(config, settings, files), wake=wake, report=report, device=device)
+    return join_group(place, shared_options(config, settings, files), wake=wake, report=report)
 
 
 def shared_options(config: EngineConfig, settings: SchedulerConfig, files: ModelFiles) -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""The one collective a group uses: every rank's row of integers, gathered by gloo (CPU) or NCCL (CUDA)."""
+"""The one collective a group uses: every rank's row of integers, gathered by gloo in the host's memory.
+
+Also where the model is on a GPU: the numbers are the scheduler's, and NCCL refuses ranks that share a GPU.
+"""
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -14,14 +16,12 @@ from shared_scheduler import GroupError
 
 WAIT_SLICE_S = 0.5
 CONNECT_TIMEOUT_S = 15.0
-_FOREVER = timedelta(days=365)
+FOREVER = timedelta(days=365)
 """The backend's own time limit; ours is in `while_waiting`, which knows slow ranks from dead ones."""
-_SPIN_S = 0.0005
-_POLL_S = 0.0001
 
 
 class Backend(Protocol):
-    """What gloo's and NCCL's process groups have in common."""
+    """gloo's process group, as far as it is used here."""
 
     def allgather(
         self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], /
@@ -31,11 +31,10 @@ class Backend(Protocol):
 class Collective:
     """Rows of `width` int64, one of each rank."""
 
-    def __init__(self, backend: Backend, size: int, width: int, device: torch.device) -> None:
+    def __init__(self, backend: Backend, size: int, width: int) -> None:
         self._backend = backend
-        self._is_cuda = device.type == "cuda"
-        self._sent = torch.zeros(width, dtype=torch.int64, device=device)
-        self._gathered = torch.zeros(size, width, dtype=torch.int64, device=device)
+        self._sent = torch.zeros(width, dtype=torch.int64)
+        self._gathered = torch.zeros(size, width, dtype=torch.int64)
         self._outputs = [list(self._gathered.unbind(0))]
 
     @property
@@ -43,13 +42,10 @@ class Collective:
         return len(self._gathered)
 
     @classmethod
-    def connect(
-        cls, store: Store, rank: int, size: int, *, width: int, host: str, device: torch.device
-    ) -> "Collective":
+    def connect(cls, store: Store, rank: int, size: int, *, width: int, host: str) -> "Collective":
         """Connect all ranks of `store`; `host` is the address of this one. `GroupError` if that fails."""
-        make = nccl_backend if device.type == "cuda" else gloo_backend
         try:
-            return cls(make(store, rank, size, host), size, width, device)
+            return cls(gloo_backend(store, rank, size, host), size, width)
         except RuntimeError as error:
             raise GroupError(f"the ranks could not be connected: {short(error)}") from error
 
@@ -64,7 +60,7 @@ class Collective:
             work = self._backend.allgather(self._outputs, [self._sent])
         except RuntimeError as error:
             raise ConnectionError(short(error)) from error
-        (_poll if self._is_cuda else _wait)(work, while_waiting)
+        _wait(work, while_waiting)
         rows: list[list[int]] = self._gathered.tolist()
         return rows
 
@@ -75,20 +71,12 @@ def gloo_backend(store: Store, rank: int, size: int, host: str) -> Backend:
     options._threads = 1
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     backend = ProcessGroupGloo(store, rank, size, options)
-    backend._set_default_timeout(_FOREVER)
+    backend._set_default_timeout(FOREVER)
     return backend  # type: ignore[return-value]  # the stub lacks the collectives
 
 
-def nccl_backend(store: Store, rank: int, size: int, host: str) -> Backend:
-    from torch.distributed import ProcessGroupNCCL  # only in builds with CUDA
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = _FOREVER
-    return ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]  # as above
-
-
 def _wait(work: Work, while_waiting: Callable[[], None]) -> None:
-    """gloo: a wait that timed out leaves the operation running."""
+    """A wait that timed out leaves the operation running."""
     while True:
         is_completed = work.is_completed()
         try:
@@ -99,23 +87,6 @@ def _wait(work: Work, while_waiting: Callable[[], None]) -> None:
                 raise ConnectionError(short(error)) from error
         if not work.is_completed():
             while_waiting()
-
-
-def _poll(work: Work, while_waiting: Callable[[], None]) -> None:
-    """NCCL: a wait that timed out would abort the communicator."""
-    started_s = time.monotonic()
-    slice_s = started_s
-    while not work.is_completed():
-        now_s = time.monotonic()
-        if now_s - started_s > _SPIN_S:
-            time.sleep(_POLL_S)
-        if now_s - slice_s > WAIT_SLICE_S:
-            slice_s = now_s
-            while_waiting()
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise ConnectionError(short(error)) from error
 
 
 def short(error: Exception) -> str:

@@ -38,7 +38,8 @@ class CudaGraphs:
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Only this thread's calls can spoil a capture: transports make calls of their own meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         self._pool = graph.pool()
 

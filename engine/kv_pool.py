@@ -135,6 +135,11 @@ class KVPool:
     def zero(self) -> None:
         self.tensor.zero_()
 
+    def wait(self) -> None:
+        """Until a device has done to the memory what it was told; the host's calls have when they return."""
+        if self.device_id is not None:
+            torch.cuda.synchronize(self.tensor.device)
+
     def check_invariants(self) -> None:
         assert self.tensor.data_ptr() == self.address
         assert self.tensor.is_contiguous()

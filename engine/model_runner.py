@@ -15,7 +15,7 @@ from engine.model.attention import TorchAttention
 from engine.model.interface import AttentionBackend, DecoderModel, StepInputs
 from engine.model.linear import check_weight_format
 from engine.model.loader import load_model
-from engine.native.library import choose_library
+from engine.native.library import choose_runtime
 from engine.state_pool import StatePool
 from model_files import ModelConfig, ModelFiles
 from shared_scheduler import Batch
@@ -137,8 +137,8 @@ def load_model_runner(
     """
     config = files.config()
     checked_format = check_weight_format(weight_format)
-    library = choose_library(kernels, config)
-    if checked_format == "q4" and library is None:
+    runtime = choose_runtime(kernels, config, num_threads or torch.get_num_threads())
+    if checked_format == "q4" and runtime is None:
         raise WeightFormatError("--dtype q4 needs the native kernels, and torch computes this model")
     if config.architecture == "transformers":
         if find_spec("transformers") is None:
@@ -151,10 +151,10 @@ def load_model_runner(
         return load_transformers_runner(files, checked_format, block_size, sizes)
     pool = KVPool.of_bytes(KVLayout.of(config, block_size), kv_bytes)
     max_positions = num_positions_of(config, max_model_len, pool)
-    if library is not None:
+    if runtime is not None:
         from engine.native.loading import load_native_runner  # imports this module
 
-        return load_native_runner(library, files, checked_format, pool, max_positions, num_threads)
+        return load_native_runner(runtime, files, checked_format, pool, max_positions, num_threads)
     model = load_model(files, checked_format, max_positions=max_positions, num_threads=num_threads)
     return ModelRunner(model, config, pool)
 

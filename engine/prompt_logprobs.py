@@ -23,6 +23,14 @@ Float32Array = npt.NDArray[np.float32]
 ROWS_AT_ONCE = 64
 """Bounds the memory for probabilities of the whole vocabulary."""
 
+LOGITS_BYTES = 256 << 20
+"""Of the logits that one step keeps for prompts."""
+
+
+def max_scored_tokens(vocab_size: int) -> int:
+    """How many tokens of prompts a step may judge at most."""
+    return max(1, LOGITS_BYTES // (4 * vocab_size))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSpan:
@@ -113,19 +121,28 @@ def score_spans(logits: torch.Tensor, rows: Int64Array, spans: Items[PromptSpan]
 
 
 def _scored(logits: torch.Tensor, first: int, span: PromptSpan) -> ScoredSpan:
+    own, ids, top = judge(logits[first : first + span.targets.size], span.targets, span.num_top)
+    return ScoredSpan(span.index, span.position, own.cpu().numpy(), ids.cpu().numpy(), top.cpu().numpy())
+
+
+def judge(
+    logits: torch.Tensor, targets: Int64Array, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What rows [N, vocab] say of the tokens `targets` [N], where the logits are.
+
+    Log probabilities [N], the best tokens int32 [N, num_top] and their log probabilities.
+    """
+    num_top = min(num_top, logits.shape[1])
+    wanted = torch.from_numpy(targets).to(logits.device)
     own, ids, top = [], [], []
-    targets = torch.from_numpy(span.targets)
-    num_top = min(span.num_top, logits.shape[1])
-    for start in range(0, span.targets.size, ROWS_AT_ONCE):
-        some = targets[start : start + ROWS_AT_ONCE]
-        logprobs = logits[first + start : first + start + len(some)].log_softmax(dim=-1)
+    cuts = list(range(ROWS_AT_ONCE, len(targets), ROWS_AT_ONCE))
+    for rows, some in zip(logits.tensor_split(cuts), wanted.tensor_split(cuts), strict=True):
+        logprobs = rows.log_softmax(dim=-1)
         best = logprobs.topk(num_top, dim=-1)
-        own.append(logprobs.gather(1, some[:, None]).squeeze(-1).numpy())
-        ids.append(best.indices.numpy().astype(np.int32))
-        top.append(best.values.numpy())
-    return ScoredSpan(
-        span.index, span.position, np.concatenate(own), np.concatenate(ids), np.concatenate(top)
-    )
+        own.append(logprobs.gather(1, some.unsqueeze(1)).squeeze(1))
+        ids.append(best.indices.int())
+        top.append(best.values)
+    return torch.cat(own), torch.cat(ids), torch.cat(top)
 
 
 def keep_scores(outputs: SchedulerOutputs, scored: Items[ScoredSpan]) -> None:

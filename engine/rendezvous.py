@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
-import torch
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but the stubs do not say so
     DistError,
     PrefixStore,
@@ -73,7 +72,6 @@ def join_group(
     *,
     wake: Callable[[], None],
     report: ReportProgress,
-    device: torch.device,
 ) -> EngineGroup:
     """Meet the other ranks. `options` must be equal on all of them; `wake` ends this rank's sleep.
 
@@ -94,7 +92,7 @@ def join_group(
         except BaseException:
             bell.close()
             raise
-        return connect(store, place, own_host, bell, members, device)
+        return connect(store, place, own_host, bell, members)
 
 
 def host_store(place: GroupPlace) -> tuple[TCPStore, str]:
@@ -187,7 +185,6 @@ def connect(
     own_host: str,
     bell: GroupBell,
     members: Sequence[Member],
-    device: torch.device,
 ) -> EngineGroup:
     """The last stage: from here on a failure ends the engine."""
     try:
@@ -198,7 +195,6 @@ def connect(
             place.size,
             width=ROW_WIDTH,
             host=own_host,
-            device=device,
         )
     except GroupError:
         bell.close()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine.choices import NO_DRAWS, FirstDraws
-from engine.copies import execute_copies
+from engine.copies import execute_copies, has_copies
 from engine.draw_rows import DrawRows
 from engine.edit_planner import EditPlanner
 from engine.histories import HistoryUpdate
@@ -104,6 +104,9 @@ class ModelStep:
         execute_copies(outputs.copies, self._runner.kv_shards, self._runner.states)
         batch, uncommitted = outputs.batch, dict[int, tuple[int, ...]]()
         if batch is None:
+            if has_copies(outputs.copies):  # a hand-over may read them next; nothing else waits for them here
+                for kv_pool in self._runner.kv_shards:
+                    kv_pool.wait()
             return NOTHING_DRAWN
         if (batch.input_from_previous >= 0).any():
             assert previous is not None

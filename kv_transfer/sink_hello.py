@@ -99,4 +99,13 @@ class SinkHello:
 
 def _mismatch(field: str, theirs: str, ours: str) -> Unusable:
     reason: FailReason = "wrong_engine" if field in ("engine_id", "epoch") else "incompatible"
-    return Unusable(reason, f"{field} is {theirs} there and {ours} here")
+    message = f"{field} is {theirs} there and {ours} here"
+    return Unusable(reason, message + _remedy(theirs, ours) if field == "transport" else message)
+
+
+def _remedy(theirs: str, ours: str) -> str:
+    """Which side to change: NIXL may be the only transport for one's memory, as for a GPU's."""
+    if "nixl" not in (theirs, ours):
+        return "; start both engines with the same --transport"
+    side = "this engine" if theirs == "nixl" else "the other engine"
+    return f"; start {side} with --transport nixl"

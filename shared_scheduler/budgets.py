@@ -22,6 +22,8 @@ class StepBudgets:
 
     num_sequences: int
     num_tokens: int
+    num_scored: int
+    """Tokens of prompts whose log probabilities are asked for."""
     max_chunk: int
     sum_seqlen_k: int
     alignment: int
@@ -35,14 +37,15 @@ class StepBudgets:
             return AdmissionResult.OTHER
         return AdmissionResult.CONTINUE
 
-    @property
-    def chunk_room(self) -> int:
+    def chunk_room(self, *, is_scored: bool) -> int:
         """Tokens that one prompt may take of what is left."""
-        return min(self.num_tokens, self.max_chunk)
+        room = min(self.num_tokens, self.max_chunk)
+        return min(room, self.num_scored) if is_scored else room
 
-    def take(self, length: int, seqlen_k: int) -> None:
+    def take(self, length: int, seqlen_k: int, *, is_scored: bool) -> None:
         """A chunk counts as its aligned length, against the sum of k as the whole sequence."""
         self.num_sequences -= 1
         self.num_tokens -= -(-length // self.alignment) * self.alignment
+        self.num_scored -= length if is_scored else 0
         self.sum_seqlen_k -= seqlen_k
         self.is_untouched = False

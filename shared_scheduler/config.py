@@ -51,6 +51,8 @@ class SchedulerConfig:
     """A sequence may hold this many tokens and is ended by the next one."""
     max_chunk_tokens: int | None = None
     """Tokens of one prompt in one step at most; None: all that the step has room for."""
+    max_scored_tokens: int | None = None
+    """Tokens in one step of prompts whose log probabilities are asked for: their logits are all kept."""
     num_state_slots: int | None = None
     """Size of the state pool, the null slot 0 included; None: the model keeps no fixed-size state."""
     sliding_window: int | None = None
@@ -238,6 +240,7 @@ class SchedulerConfig:
             not (self.admission_estimate and self.engine_type is EngineType.PROMPT),
             "admission_estimate=True with engine_type=prompt: a prompt engine has no output to estimate",
         )
+        self._check_scored()
         chunk = self.max_chunk_tokens
         if chunk is None:
             return
@@ -249,6 +252,14 @@ class SchedulerConfig:
             chunk // self.cut_alignment * self.cut_alignment >= self.min_chunk,
             f"max_chunk_tokens={chunk} holds no chunk of lookahead_tokens={self.lookahead_tokens}"
             f" aligned to {self.cut_alignment} (cp_size={self.cp_size}): raise max_chunk_tokens",
+        )
+
+    def _check_scored(self) -> None:
+        scored = self.max_scored_tokens
+        _require(
+            scored is None or scored // self.cut_alignment * self.cut_alignment >= self.min_chunk,
+            f"max_scored_tokens={scored} holds no chunk of lookahead_tokens={self.lookahead_tokens}"
+            f" aligned to {self.cut_alignment} (cp_size={self.cp_size}): raise max_scored_tokens",
         )
 
     def _check_retraction(self) -> None:

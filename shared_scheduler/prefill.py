@@ -73,7 +73,7 @@ class PromptPlanner:
                 continue
             if length == 0:
                 break
-            budgets.take(length, head.num_tokens)
+            budgets.take(length, head.num_tokens, is_scored=head.needs_whole_prompt)
             is_last = self._take_head(plan, length)
             if not is_last and self._config.engine_type is EngineType.NORMAL:
                 break
@@ -101,6 +101,7 @@ class PromptPlanner:
         return StepBudgets(
             num_sequences=config.max_num_seqs - taken,
             num_tokens=config.max_num_batched_tokens,
+            num_scored=config.max_scored_tokens or UNBOUNDED,
             max_chunk=config.max_chunk_tokens or UNBOUNDED,
             sum_seqlen_k=UNBOUNDED if sum_k is None else sum_k,
             alignment=config.cut_alignment,
@@ -118,8 +119,10 @@ class PromptPlanner:
         plan.result = budgets.check(status, head.num_tokens)
         if plan.result is not AdmissionResult.CONTINUE:
             return 0
-        length = self._chunk_length(head, budgets.chunk_room)
-        if length == 0 and budgets.chunk_room < budgets.num_tokens:
+        room = budgets.chunk_room(is_scored=head.needs_whole_prompt)
+        length = self._chunk_length(head, room)
+        may_exceed = budgets.is_untouched or not head.needs_whole_prompt
+        if length == 0 and room < budgets.num_tokens and may_exceed:
             length = self._chunk_length(head, budgets.num_tokens)  # an image stays whole whatever the chunk
         if length == 0:
             plan.result = AdmissionResult.OTHER

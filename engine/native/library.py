@@ -1,9 +1,11 @@
 """Loads the compiled kernels: one shared library behind a C interface (src/kernels.cpp)."""
 
 import ctypes
+import hashlib
 import logging
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -95,6 +97,8 @@ class Library:
         self._functions = functions = ctypes.CDLL(str(path))
         self.interface = functions.tandem_interface
         self.interface.restype = c_int64
+        self.sources = functions.tandem_sources
+        self.sources.restype = c_uint64
         self.runtime = functions.tandem_runtime
         self.runtime.restype, self.runtime.argtypes = c_void_p, (c_int32,)
         self.close = functions.tandem_close
@@ -113,11 +117,13 @@ class Library:
 
 
 class Runtime:
-    """The threads and buffers of one model's steps."""
+    """The threads and buffers of one model's steps; KernelsError where the system has no such threads."""
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
-        self.handle: int = library.runtime(num_threads)
+        self.handle: int | None = library.runtime(num_threads)
+        if self.handle is None:
+            raise KernelsError(f"their {num_threads} threads cannot be started; lower --num-threads")
 
     def __del__(self) -> None:
         self.library.close(self.handle)
@@ -126,21 +132,37 @@ class Runtime:
 @lru_cache(maxsize=1)
 def load_library() -> Library:
     """The kernels of this installation; KernelsError says why there are none."""
-    paths = sorted(Path(__file__).parent.glob("_kernels*.so"))
-    if not paths:
+    path = library_path()
+    if not path.exists():
         raise KernelsError("they were not built, for want of a C++ compiler when Tandem was installed")
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in _CAPABLE:
         raise KernelsError(f"they need a processor with AVX2, this one counts as {capability}")
     try:
-        library = Library(paths[0])
-        found = library.interface()
+        library = Library(path)
+        found, sources = library.interface(), library.sources()
     except (OSError, AttributeError) as error:
-        raise KernelsError(f"{paths[0].name} cannot be loaded ({error})") from None
+        raise KernelsError(f"{path.name} cannot be loaded ({error}); install Tandem again") from None
     sizes = ctypes.sizeof(CModel) * 1_000 + ctypes.sizeof(CLayer) + ctypes.sizeof(CStep)
     if found != _INTERFACE * 1_000_000 + sizes:
-        raise KernelsError(f"{paths[0].name} is of another version; install Tandem again")
+        raise KernelsError(f"{path.name} is of another version; install Tandem again")
+    if digest_of_sources() not in (None, sources):
+        raise KernelsError(f"{path.name} was built from other sources than lie here; install Tandem again")
     return library
+
+
+def library_path() -> Path:
+    """Where this version of Python has it; that of another one may lie beside it."""
+    return Path(__file__).parent / f"_kernels{EXTENSION_SUFFIXES[0]}"
+
+
+def digest_of_sources() -> int | None:
+    """As in setup.py; None where there are none, as in an installation that is no checkout."""
+    directory = Path(__file__).parent / "src"
+    paths = sorted((*directory.glob("*.cpp"), *directory.glob("*.h")))
+    if not paths:
+        return None
+    return int(hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16], 16)
 
 
 def check_model(config: ModelConfig) -> None:
@@ -155,13 +177,13 @@ def check_model(config: ModelConfig) -> None:
             raise KernelsError(f"they need a multiple of 8 as {name}, not {getattr(config, name)}")
 
 
-def choose_library(choice: KernelChoice, config: ModelConfig) -> Library | None:
+def choose_runtime(choice: KernelChoice, config: ModelConfig, num_threads: int) -> Runtime | None:
     """What computes this model by `--kernels`: None is torch. KernelsError where `native` cannot be had."""
     if choice == "torch":
         return None
     try:
         check_model(config)
-        return load_library()
+        return Runtime(load_library(), num_threads)
     except KernelsError as error:
         if choice == "native":
             raise KernelsError(f"--kernels native cannot be had: {error}; --kernels torch works") from None

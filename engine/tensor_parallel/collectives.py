@@ -8,7 +8,7 @@ import torch
 from torch.distributed import AllreduceOptions, GatherOptions, Work
 from torch.distributed.distributed_c10d import Store
 
-from engine.collective import gloo_backend, nccl_backend, short
+from engine.collective import FOREVER, gloo_backend, short
 from shared_scheduler import GroupError
 
 LOOPBACK = "127.0.0.1"
@@ -65,3 +65,11 @@ class RankCollectives:
             start().wait()
         except RuntimeError as error:
             raise GroupError(f"a rank of --tp {self._size} is lost or silent ({short(error)})") from error
+
+
+def nccl_backend(store: Store, rank: int, size: int, host: str) -> object:
+    from torch.distributed import ProcessGroupNCCL  # only in builds with CUDA
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    return ProcessGroupNCCL(store, rank, size, options)

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import zmq
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 EXPLAIN_WAIT_S = 1.0
 """How long a broken collective waits to learn which rank has ended."""
 STOP_WAIT_S = 3.0
+LOAD_WAIT_S = 600.0
+"""How long rank 0, which has loaded its part, waits for the others."""
 
 
 class RankProcesses:
@@ -90,7 +92,7 @@ class RankProcesses:
         self._wait_for(self._here)
 
     def wait_until_loaded(self) -> None:
-        """`TensorParallelError` if a rank cannot start, with what it said."""
+        """`TensorParallelError` if a rank cannot start, with what it said, or is not there in time."""
         self._wait_for(self._loaded)
 
     def send(self, step: Step) -> None:
@@ -121,7 +123,8 @@ class RankProcesses:
         if self._thread is not None:
             self._thread.join()
         if self._lost is None:
-            self._send(Stop())
+            with suppress(GroupError):  # who does not take it is killed
+                self._send(Stop())
         until_s = time.monotonic() + (STOP_WAIT_S if self._lost is None else 0.0)
         for process in self._processes:
             try:
@@ -144,9 +147,18 @@ class RankProcesses:
 
     def _wait_for(self, ranks: set[int]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None or len(ranks) == len(self._processes))
+            self._changed.wait_for(
+                lambda: self._lost is not None or len(ranks) == len(self._processes), LOAD_WAIT_S
+            )
+            missing = set(range(1, len(self._processes) + 1)) - ranks
         if self._lost is not None:
             raise TensorParallelError(self._lost)
+        if missing:
+            names = ", ".join(f"rank {rank}" for rank in sorted(missing))
+            raise TensorParallelError(
+                f"{names} of --tp {len(self._processes) + 1} did not start within {LOAD_WAIT_S:g} s; "
+                "see what its log says last"
+            )
 
     # In the watching thread
 

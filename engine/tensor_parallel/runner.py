@@ -9,7 +9,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but the stubs do not say so
 
 from engine.errors import TensorParallelError
-from engine.kv_pool import KVLayout, KVPool, share
+from engine.kv_pool import KVLayout, KVPool, check_available, share
 from engine.model.interface import DecoderModel
 from engine.model.linear import WeightFormat
 from engine.model.loader import load_model
@@ -20,6 +20,7 @@ from engine.tensor_parallel.messages import RankConfig, Step
 from engine.tensor_parallel.ranks import RankProcesses
 from kv_transfer.memory import SharedRegion
 from model_files import ModelConfig, ModelFiles
+from shared_scheduler import GroupError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,7 @@ def load_tensor_parallel_runner(
             ]
         )
         ranks.wait_until_here()
-        collectives = RankCollectives.connect(
-            store, 0, options.size, timeout_s=options.timeout_s, device=torch.device("cpu")
-        )
+        collectives = _connect(store, options, ranks)
         model = load_model(
             files,
             options.weight_format,
@@ -117,13 +116,27 @@ def load_tensor_parallel_runner(
     return TensorParallelRunner(model, config, kv_shards, ranks)
 
 
+def _connect(store: TCPStore, options: RankOptions, ranks: RankProcesses) -> RankCollectives:
+    """`TensorParallelError` where that fails, with the rank that is gone if there is one."""
+    try:
+        with ranks.explained():
+            return RankCollectives.connect(
+                store, 0, options.size, timeout_s=options.timeout_s, device=torch.device("cpu")
+            )
+    except GroupError as error:
+        raise TensorParallelError(str(error)) from error
+
+
 def make_pools(config: ModelConfig, options: RankOptions) -> tuple[KVPool, ...]:
     """A pool for each rank, of equally many blocks; those of the others are in shared memory."""
     layouts = [
         KVLayout.of(local_config(config, Shard(rank, options.size)), options.block_size)
         for rank in range(options.size)
     ]
-    num_blocks = options.kv_bytes // sum(layout.block_bytes for layout in layouts)
+    bytes_of_all = sum(layout.block_bytes for layout in layouts)
+    num_blocks = options.kv_bytes // bytes_of_all
+    # Each pool alone would find all the memory still free: nothing is touched yet.
+    check_available(num_blocks * bytes_of_all, "KV pool of all ranks", "--kv-bytes")
     ours, *others = layouts
     return (
         KVPool(ours, num_blocks),

@@ -5,8 +5,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from engine.group import EngineGroup
 from engine.rendezvous import GroupPlace, join_group
 
@@ -37,5 +35,5 @@ def join(
     report: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Rank:
     woken = threading.Event()
-    group = join_group(where, options, wake=woken.set, report=report, device=torch.device("cpu"))
+    group = join_group(where, options, wake=woken.set, report=report)
     return Rank(group, woken)

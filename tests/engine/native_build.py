@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def require_kernels() -> None:
 def is_up_to_date() -> bool:
     sources = [ROOT / "setup.py", *(NATIVE / "src").iterdir()]
     newest = max(source.stat().st_mtime for source in sources)
-    return any(built.stat().st_mtime >= newest for built in NATIVE.glob("_kernels*.so"))
+    built = NATIVE / f"_kernels{EXTENSION_SUFFIXES[0]}"
+    return built.exists() and built.stat().st_mtime >= newest
 
 
 def build() -> None:

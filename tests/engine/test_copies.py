@@ -1,10 +1,16 @@
 """Copies between pool rows happen before the step that relies on them: forks diverge without harm."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from engine.choices import NO_DRAWS
 from engine.copies import execute_copies
 from engine.kv_pool import KVLayout, KVPool
+from engine.sampler import Sampler
+from engine.step_executor import ModelStep
 from shared_scheduler import Copies
 from tests.engine.pair import greedy, tiny_checkpoint
 from tests.engine.tiny_engine import Request, TinyModel, answers_alone, normal_engine
@@ -87,3 +93,30 @@ def test_parent_and_forks_answer_as_if_each_were_alone(
     assert normal.answers["twin"].indices == list(range(num_shared, 12))
     assert normal.is_drained
     normal.engine.close()
+
+
+class WatchedPool(KVPool):
+    """Notes what its blocks hold whenever somebody waits for its device."""
+
+    seen: tuple[list[float], ...] = ()
+
+    def wait(self) -> None:
+        self.seen = (*self.seen, block_values(self))
+
+
+@pytest.mark.parametrize(
+    ("copies", "seen"),
+    [(Copies(clone_blocks=((2, 3),)), [[0.0, 1.0, 2.0, 2.0, 4.0]]), (Copies(), [])],
+)
+def test_a_step_of_copies_alone_ends_when_its_device_has_made_them(
+    copies: Copies, seen: list[list[float]]
+) -> None:
+    """Nothing is drawn that would wait for them, and the blocks may be handed over next."""
+    pool = WatchedPool(KVLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=8), 5)
+    for block_id in range(5):
+        pool.tensor[block_id] = block_id
+    runner: Any = SimpleNamespace(kv_shards=(pool,), states=None)
+    outputs: Any = SimpleNamespace(copies=copies, batch=None)
+    outcome = ModelStep(runner, Sampler()).run(outputs, NO_DRAWS, (), (), None)
+    assert outcome.token_ids.size == 0
+    assert list(pool.seen) == seen

@@ -9,14 +9,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from engine import assembly
+from engine import draft_loading
+from engine.draft_loading import load_draft_runner
 from engine.draft_model import RETRY_CALLS, DraftModel, GuessRates
 from engine.drafters import DraftContext
 from engine.errors import EngineStartError
 from engine.ipc import AddRequest
 from engine.model_runner import ModelRunner
+from model_files import resolve_model
 from shared_scheduler import Sequence
 from tests.engine.builders import save_tiny_model
+from tests.engine.native_build import require_kernels
 from tests.engine.pair import BLOCK_SIZE, TestEngine, greedy, tiny_checkpoint
 from tests.engine.tiny_engine import (
     DirectPair,
@@ -225,7 +228,18 @@ def test_a_model_with_another_tokenizer_is_refused_by_name(monkeypatch: pytest.M
         tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
         return SimpleNamespace(name="target", tokenizer=lambda: tokenizer)
 
-    monkeypatch.setattr(assembly, "resolve_model", lambda name: files("a", "c"))
+    monkeypatch.setattr(draft_loading, "resolve_model", lambda name: files("a", "c"))
     config: Any = SimpleNamespace()
     with pytest.raises(EngineStartError, match=r"--draft-model small has another tokenizer .* token 1"):
-        assembly.load_draft_model(config, "small", files("a", "b"), config, config)
+        draft_loading.load_draft_model(config, "small", files("a", "b"), config, config)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_beside_4_bit_weights_a_draft_model_may_have_others(tmp_path: Path, kernels: str) -> None:
+    """What computes it is what `--kernels` says."""
+    require_kernels()
+    files = resolve_model(str(tiny_checkpoint(tmp_path)))
+    config: Any = SimpleNamespace(
+        dtype="q4", kernels=kernels, block_size=4, draft_kv_bytes=1 << 20, max_num_seqs=2, num_threads=1
+    )
+    assert load_draft_runner(config, files, 32).kernels == kernels

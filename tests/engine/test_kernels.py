@@ -2,7 +2,10 @@
 
 import ctypes
 import logging
+import resource
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +250,52 @@ def test_the_choice_is_obeyed(tmp_path: Path) -> None:
     assert [load(tmp_path, choice).kernels for choice in ("auto", "native", "torch")] == [
         *("native", "native", "torch")
     ]
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A checkout with its library."""
+    shutil.copy(native.library_path(), tmp_path)
+    shutil.copytree(Path(native.__file__).parent / "src", tmp_path / "src")
+    load_library.cache_clear()
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "library.py"))
+    yield tmp_path
+    load_library.cache_clear()
+
+
+def test_the_library_of_another_python_is_let_alone(copied: Path) -> None:
+    (copied / "_kernels.cpython-300-x86_64-linux-gnu.so").write_text("not ours")
+    load_library()
+
+
+def test_a_library_built_from_other_sources_is_refused(copied: Path) -> None:
+    with (copied / "src" / "team.h").open("a") as source:
+        source.write("// newer\n")
+    with pytest.raises(KernelsError, match="was built from other sources than lie here"):
+        load_library()
+
+
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """Address space for the stacks of some."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (80 << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_threads_that_cannot_be_started_leave_the_model_to_torch(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "Llama")
+    config = resolve_model(str(tmp_path)).config()
+    load_library()
+    with few_threads():
+        with pytest.raises(KernelsError, match="their 256 threads cannot be started; lower --num-threads"):
+            native.choose_runtime("native", config, 256)
+        assert native.choose_runtime("auto", config, 256) is None
+        assert native.choose_runtime("auto", config, 1) is not None
 
 
 def test_a_processor_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch._subclasses import FakeTensorMode
 
+from engine.assembly import scheduler_config
+from engine.config import EngineConfig
 from engine.ipc import AddRequest, RequestOutput
+from engine.prompt_logprobs import LOGITS_BYTES, judge, max_scored_tokens
 from tests.engine.pair import TestEngine, tiny_checkpoint
 from tests.engine.tiny_engine import DirectPair, TinyModel, normal_engine
 from wire.sampling import SamplingParams
@@ -173,3 +178,30 @@ def test_a_completion_that_goes_on_elsewhere_does_not_repeat_them(model: TinyMod
     engine = normal_engine(model.runner(96))
     request = AddRequest(request_id="again", prompt_token_ids=LONG, sampling=ASKING, num_replayed_tokens=2)
     assert run_all(engine, request).outputs == []
+
+
+def test_logits_are_judged_where_they_are() -> None:
+    """Stand-ins for tensors of a GPU, which refuse to be mixed with those of the host."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        logits = torch.empty(70, 90, device="cuda")
+        judged = judge(logits, np.zeros(70, np.int64), 3)
+    assert [tensor.device.type for tensor in judged] == ["cuda"] * 3
+    assert [tuple(tensor.shape) for tensor in judged] == [(70,), (70, 3), (70, 3)]
+
+
+def test_an_engine_bounds_the_logits_that_a_step_keeps(model: TinyModel) -> None:
+    runner = model.runner(96)
+    config = EngineConfig(
+        role="normal",
+        engine_id="e",
+        epoch=1,
+        model="tiny",
+        max_model_len=32,
+        command_endpoint="",
+        event_endpoint="",
+    )
+    row_bytes = 4 * runner.config.vocab_size
+    most = scheduler_config(config, runner).max_scored_tokens
+    assert most is not None
+    assert most * row_bytes <= LOGITS_BYTES < (most + 1) * row_bytes
+    assert max_scored_tokens(128_256) == 523

@@ -2,13 +2,18 @@
 
 import os
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import zmq
 
 from kv_transfer.errors import BindError, LayoutError, SettingsError
 from kv_transfer.events import Arrived, Offered, Reclaimable, Released, SinkEvent
+from kv_transfer.messages import Refused
 from kv_transfer.settings import TransferSettings
+from kv_transfer.sink_hello import SinkHello
+from kv_transfer.transport import Transport
 from tests.kv_transfer.builders import FIRST, Pool, identity, offer
 from tests.kv_transfer.ends import (
     LOSS_LIMIT_S,
@@ -20,6 +25,7 @@ from tests.kv_transfer.ends import (
     hand_over,
 )
 from tests.kv_transfer.processes import Peer
+from wire.services import PromptEngineAddress
 
 # Both ends in one process
 
@@ -123,7 +129,24 @@ def test_mismatch_fails_within_a_second_and_spares_the_others() -> None:
 def test_unequal_transports_are_refused_by_name() -> None:
     with a_source("fake") as source, a_sink("zmq") as sink:
         sink.sink.request("h", address_of(source.source.control_address))
-        assert "transport is fake there and zmq here" in sink.failure(1.0).message
+        assert sink.failure(1.0).message.endswith(
+            "transport is fake there and zmq here; start both engines with the same --transport"
+        )
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "side"), [("nixl", "auto", "this engine"), ("auto", "nixl", "the other engine")]
+)
+def test_beside_memory_that_only_nixl_reads_the_other_engine_must_change(
+    there: str, here: str, side: str
+) -> None:
+    """As a GPU's: its engine takes NIXL whatever it is told."""
+    address = PromptEngineAddress(engine_id="p", epoch=1, control_address="tcp://127.0.0.1:1")
+    hello = SinkHello(address, identity("c"), (), cast(Transport, SimpleNamespace(name=here)))
+    refused = hello.refused(Refused(1, "transport", there, here))
+    assert refused.message == (
+        f"transport is {there} there and {here} here; start {side} with --transport nixl"
+    )
 
 
 def test_blocks_that_are_no_multiple_of_each_other_are_refused() -> None:

@@ -51,7 +51,7 @@ def sequence(
 ) -> Sequence:
     """A request with the prompt 10, 11, 12, ..."""
     tokens = [10 + i % 20 for i in range(num_prompt_tokens)]
-    sampling_fields = {"ignore_eos", "stop_token_ids", "seed"}
+    sampling_fields = {"ignore_eos", "stop_token_ids", "seed", "prompt_logprobs"}
     sampling = SamplingParams(
         max_tokens=max_tokens, **{name: changes.pop(name) for name in sampling_fields & changes.keys()}
     )

@@ -91,6 +91,7 @@ def configs(draw: st.DrawFn, engine_type: EngineType, **fixed: Any) -> Scheduler
         "image_start_token_id": IMAGE_START,
         "admission_estimate": engine_type is not EngineType.PROMPT and draw(st.booleans()),
         "new_token_ratio_decay_steps": draw(st.sampled_from([1, 20])),
+        "max_scored_tokens": draw(st.sampled_from([None, 9])),
         "max_chunk_tokens": draw(st.sampled_from([None, None, 8])) if chunked else None,
         "remote_growth_tokens": draw(st.sampled_from([1, 8])),
         "prefix_cache": prefix_cache,
@@ -122,6 +123,7 @@ def events() -> st.SearchStrategy[Event]:
         seed=st.integers(0, 5),
         ignore_eos=st.booleans(),
         stop_token_ids=st.sampled_from([(), (), (3,)]),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
     )
     checkpoints = st.lists(st.integers(1, 20), max_size=2, unique=True).map(
         lambda found: tuple(sorted(found))

@@ -118,6 +118,25 @@ def test_a_chunk_budget_leaves_room_in_the_step_for_the_next_prompt() -> None:
     assert outputs.seqlens_q.tolist() == [8, 4]
 
 
+@pytest.mark.parametrize("chunked_prefill", [True, False])
+def test_prompts_that_are_judged_share_a_bound_in_each_step(chunked_prefill: bool) -> None:
+    """What must stay whole is computed, but with nothing else that is judged."""
+    scheduler = Scheduler(
+        config(engine_type=EngineType.PROMPT, max_scored_tokens=6, chunked_prefill=chunked_prefill)
+    )
+    judged = [sequence(name, 8, prompt_logprobs=1) for name in "ab"]
+    for each in (*judged, sequence("plain", 8)):
+        scheduler.add_sequence(each, 0.0)
+    steps = []
+    for _ in range(3):
+        outputs, _ = run_ids(scheduler)
+        steps.append(dict(zip(names(outputs.sequences), outputs.seqlens_q.tolist(), strict=True)))
+    if chunked_prefill:
+        assert steps == [{"a": 6}, {"a": 2, "b": 4, "plain": 8}, {"b": 4}]
+    else:
+        assert steps == [{"a": 8}, {"b": 8, "plain": 8}, {}]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -125,6 +144,7 @@ def test_a_chunk_budget_leaves_room_in_the_step_for_the_next_prompt() -> None:
         ({"new_token_ratio_floor": 0.0}, "new_token_ratio_floor must be above 0"),
         ({"new_token_ratio_decay_steps": 0}, "new_token_ratio_decay_steps must be at least 1"),
         ({"max_chunk_tokens": 0}, "max_chunk_tokens=0 holds no chunk"),
+        ({"max_scored_tokens": 0}, "max_scored_tokens=0 holds no chunk"),
         ({"max_chunk_tokens": 8, "chunked_prefill": False}, "without chunked prefill"),
     ],
 )

@@ -2,6 +2,8 @@
 #include "decoder.h"
 #include "groups.h"
 
+#include <exception>
+
 #define TANDEM_EXPORT extern "C" __attribute__((visibility("default")))
 
 using namespace tandem;
@@ -23,7 +25,17 @@ TANDEM_EXPORT int64_t tandem_interface() {
   return kInterface * 1'000'000 + sizeof(Model) * 1'000 + sizeof(Layer) + sizeof(Step);
 }
 
-TANDEM_EXPORT void *tandem_runtime(int32_t num_threads) { return new Runtime(num_threads); }
+// The digest of the files that this was compiled from (setup.py).
+TANDEM_EXPORT uint64_t tandem_sources() { return TANDEM_SOURCES; }
+
+// Null where the threads cannot be had.
+TANDEM_EXPORT void *tandem_runtime(int32_t num_threads) {
+  try {
+    return new Runtime(num_threads);
+  } catch (const std::exception &) {
+    return nullptr;
+  }
+}
 
 TANDEM_EXPORT void tandem_close(void *runtime) { delete static_cast<Runtime *>(runtime); }
 

@@ -17,19 +17,16 @@ namespace tandem {
 class Team {
 public:
   explicit Team(int num_threads) : num_threads_(num_threads) {
-    for (int index = 1; index < num_threads; ++index)
-      threads_.emplace_back([this] { work(); });
+    try {
+      for (int index = 1; index < num_threads; ++index)
+        threads_.emplace_back([this] { work(); });
+    } catch (...) { // the system gives no more threads
+      close();
+      throw;
+    }
   }
 
-  ~Team() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      is_closing_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread &thread : threads_)
-      thread.join();
-  }
+  ~Team() { close(); }
 
   // Every thread runs `body`, which calls `phase` the same number of times in each of them.
   void run(const std::function<void()> &body) {
@@ -51,6 +48,16 @@ public:
   }
 
 private:
+  void close() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      is_closing_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread &thread : threads_)
+      thread.join();
+  }
+
   void work() {
     for (uint64_t seen = 0;;) {
       const std::function<void()> *body;

@@ -40,6 +40,10 @@ def test_a_pair_answers_as_one_engine(checkpoint: Path) -> None:
     ("options", "message"),
     [
         ({"dtype": "bf16", "tp": 2}, "--dtype bf16 runs in one process; start it with --tp 1"),
+        (
+            {"dtype": "bf16", "kernels": "native"},
+            "--kernels native do not compute --dtype bf16; start with --kernels auto, or with --dtype fp16w",
+        ),
         ({"dtype": "bf16", "device": "cuda"}, "--device cuda: torch finds no GPU here"),
     ],
 )
