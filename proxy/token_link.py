@@ -1,11 +1,16 @@
 """The proxy's end of token links: one connection per completion engine for all its streams.
 
 Tokens are passed on in the very turn of the event loop that brings them: one frame a step, and no task of a
-stream has to wake up for it (`wire.token_link` has the protocol). A link that breaks, or is silent for
-SILENT_S, fails all its streams.
+stream has to wake up for it (`wire.token_link` has the protocol). What takes longer than TURN_S goes on in
+the next turn, and nothing is read meanwhile. A link that breaks, or is silent for SILENT_S, fails all its
+streams.
 """
 
 import asyncio
+import math
+import socket
+import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -44,8 +49,11 @@ from wire.token_link import (
 )
 
 SILENT_S = 10 * BEAT_S
-LONG_READ_BYTES = 1 << 16
-"""What such a read has brought goes out to clients before more is read: event loops read on and on."""
+TURN_S = 0.01
+"""For so long tokens are passed on at once: an engine that is faster than the proxy must not keep everybody
+else from their turns, nor fill the backlogs of clients before anything is sent to them."""
+RECEIVE_BUFFER_BYTES = 1 << 16
+"""The first token of a new stream waits behind all that is in the socket: 6 MB and more without."""
 
 
 class TokenLinks:
@@ -137,7 +145,12 @@ class TokenLink(asyncio.Protocol):
         self._head = head
         self._on_leaving = on_leaving
         self._parser = ResponseParser()
-        self._frames = FrameSplitter()
+        self._splitter = FrameSplitter()
+        self._frames: deque[bytes] = deque()
+        """Read, and not looked at yet; what comes first is in `_parts`."""
+        self._parts: deque[StreamPart] = deque()
+        self._is_paused = False
+        """Nothing is read before all of these are passed on, in turns to come."""
         self._legs: dict[int, LinkedLeg] = {}
         self._numbers = count(1)
         self._transport: asyncio.Transport | None = None
@@ -180,17 +193,49 @@ class TokenLink(asyncio.Protocol):
             assert self._transport is not None
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def _take_frame(self, data: bytes) -> None:
-        parts = decode_to_proxy(data)
-        if parts and parts[0].stream == LINK:
-            self._on_leaving(parts[0].leaves_in_s or 0.0)
-        for part in parts:
-            leg = self._legs.get(part.stream)
-            if leg is not None:
-                batch = _batch(leg, part)
-                if batch.failure is not None:
-                    del self._legs[part.stream]  # the service has forgotten it, too
-                leg.take(batch, self._heard_s)
+    def _pass_on(self, for_s: float) -> None:
+        """What has been read; the rest of it in the next turn where it takes longer than `for_s`."""
+        until_s = time.monotonic() + for_s
+        try:
+            while self._has_part():
+                self._take(self._parts.popleft())
+                if time.monotonic() >= until_s:
+                    break
+        except msgspec.MsgspecError as error:
+            self.close(str(error))
+        self._read_on_or_pause()
+
+    def _has_part(self) -> bool:
+        while not self._parts and self._frames:
+            self._parts.extend(decode_to_proxy(self._frames.popleft()))
+        return bool(self._parts)
+
+    def _take(self, part: StreamPart) -> None:
+        if part.stream == LINK:
+            self._on_leaving(part.leaves_in_s or 0.0)
+        leg = self._legs.get(part.stream)
+        if leg is not None:
+            batch = _batch(leg, part)
+            if batch.failure is not None:
+                del self._legs[part.stream]  # the service has forgotten it, too
+            leg.take(batch, self._heard_s)
+
+    def _read_on_or_pause(self) -> None:
+        if self.is_closed or self._transport is None:
+            return
+        has_more = bool(self._parts or self._frames)
+        if has_more and not self._is_paused:
+            self._transport.pause_reading()
+        elif self._is_paused and not has_more:
+            self._transport.resume_reading()
+        self._is_paused = has_more
+        if has_more:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        if not self.is_closed:
+            self._heard_s = asyncio.get_running_loop().time()
+            self._pass_on(TURN_S)
 
     def _check_silence(self) -> None:
         loop = asyncio.get_running_loop()
@@ -203,41 +248,43 @@ class TokenLink(asyncio.Protocol):
         for leg in list(self._legs.values()):
             leg.check_stall(loop.time())
 
-    def _read_on(self) -> None:
-        if not self.is_closed and self._transport is not None:
-            self._transport.resume_reading()
-
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.write(self._head)
+        connection: socket.socket | None = transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         loop = asyncio.get_running_loop()
         self._heard_s = loop.time()
         self._watch = loop.call_later(BEAT_S, self._check_silence)
 
     def data_received(self, data: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        self._heard_s = loop.time()
-        if len(data) > LONG_READ_BYTES and self._transport is not None:
-            self._transport.pause_reading()
-            loop.call_soon(self._read_on)
+        self._heard_s = asyncio.get_running_loop().time()
         try:
             body = self._parser.feed(data)
             head = self._parser.head
             if head is not None and head.status != 200:
                 self.close(f"it was refused with status {head.status}")
                 return
-            for piece in self._frames.push(body):
-                self._take_frame(piece)
-        except (MalformedResponse, FrameTooLong, msgspec.MsgspecError) as error:
-            self.close(str(error))
+            self._frames.extend(self._splitter.push(body))
+        except (MalformedResponse, FrameTooLong) as error:
+            self._end(str(error))
             return
         if self._parser.is_complete:
-            self.close("the engine has closed it")
+            self._end("the engine has closed it")
+        elif not self._is_paused:
+            self._pass_on(TURN_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.close(str(exc or "the connection was closed"))
+        self._end(str(exc or "the connection was closed"))
+
+    def _end(self, reason: str) -> None:
+        """Nothing more comes: streams may end with what is here already."""
+        if not self.is_closed:
+            self._pass_on(math.inf)
+        self.close(reason)
 
 
 def _batch(leg: "LinkedLeg", part: StreamPart) -> LegBatch:
