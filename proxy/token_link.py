@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from proxy.connecting import connect
 from proxy.engine_waits import EngineWaits, too_slow
 from proxy.engines import Engine
 from proxy.errors import (
@@ -123,13 +124,12 @@ class TokenLinks:
         address = urlsplit(url)
         is_tls = address.scheme == "https"
         async with asyncio.timeout(self._connect_timeout_s):
-            _, link = await asyncio.get_running_loop().create_connection(
+            return await connect(
                 lambda: TokenLink(self._head(address.netloc), partial(self._on_leaving, url)),
                 address.hostname or "",
                 address.port or (443 if is_tls else 80),
-                ssl=is_tls or None,
+                is_tls=is_tls,
             )
-        return link
 
     def _head(self, host: str) -> bytes:
         lines = [f"POST {LINK_PATH} HTTP/1.1", f"host: {host}", "transfer-encoding: chunked"]

@@ -20,7 +20,7 @@ from wire.services import CompletionRequest
 from wire.token_link import CloseStream, StreamPart, frame
 
 INFO = MockEngine("completion", lambda call: asyncio.sleep(0), has_link=True).info
-ENGINE = Engine(url="http://a", role="completion", info=INFO, is_ready=True, problem="")
+ENGINE = Engine(url="http://127.0.0.1", role="completion", info=INFO, is_ready=True, problem="")
 REQUEST = CompletionRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
 
 
