@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from tests.proxy.builders import Stack, ids, stack, until
-from tests.proxy.mock_engines import Call, MockEngine
+from tests.proxy.mock_engines import Call, MockEngine, token
 from tests.proxy.test_cancellation import RawClient
+from wire.services import PromptChoice
 
 NUM_CLIENTS = int(os.environ.get("TANDEM_NUM_LEAVING_CLIENTS", "150"))
 NUM_AT_ONCE = 50
@@ -21,14 +22,16 @@ MAX_GROWTH_BYTES = 32 << 20
 """Of resident memory, between the first tenth of many clients and the last."""
 
 
-async def first_token(call: Call) -> None:
-    await call.first_token(ids("a")[0])
+async def first_tokens(call: Call) -> None:
+    choices = [PromptChoice(token=token(0, ids("a")[0]))] * call.prompt_request.num_completions
+    await call.first_tokens(*choices)
 
 
 async def endless(call: Call) -> None:
     await call.accept()
     for index in count(1):
-        await call.tokens(index, ids("b"))
+        for choice in range(call.completion_request.num_completions):
+            await call.tokens(index, ids("b"), choice=choice)
         await asyncio.sleep(0.005)
 
 
@@ -60,7 +63,7 @@ async def leave(running: Stack, num_clients: int) -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("has_link", [False, True])
 async def test_clients_that_connect_and_leave_pin_nothing_and_leak_no_descriptor(has_link: bool) -> None:
-    engines = [MockEngine("prompt", first_token), MockEngine("completion", endless, has_link=has_link)]
+    engines = [MockEngine("prompt", first_tokens), MockEngine("completion", endless, has_link=has_link)]
     async with stack(*engines, max_migrations=5) as running:
         services, process = running.services, psutil.Process()
         await leave(running, NUM_CLIENTS // 10)
@@ -71,6 +74,8 @@ async def test_clients_that_connect_and_leave_pin_nothing_and_leak_no_descriptor
         await until(lambda: num_idle_tasks() <= num_tasks + 5)
         services.calls.check_invariants()
         services.admission.check_invariants()
+        (failures,) = services.metrics.leg_failures.collect()
+        assert failures.samples == [], "no engine is blamed"
         # Idle connections to engines are kept, as many as were used at once.
         assert process.num_fds() <= num_descriptors + 4 * NUM_AT_ONCE
         assert process.memory_info().rss - memory_bytes < MAX_GROWTH_BYTES
