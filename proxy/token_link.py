@@ -20,20 +20,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from proxy.connecting import connect
-from proxy.engine_waits import EngineWaits, too_slow
+from proxy.engine_waits import EngineWaits
 from proxy.engines import Engine
-from proxy.errors import (
-    EngineBroke,
-    EngineFailure,
-    EngineTooSlow,
-    EngineUnreachable,
-    failure_from_event,
-    failure_from_finish,
-    refused_at_once,
-)
-from proxy.leg_batch import LegBatch, TakeBatch
+from proxy.errors import EngineBroke, EngineUnreachable
+from proxy.leg_batch import LegBatch
+from proxy.linked_leg import LinkedLeg, batch_of
 from proxy.response_parser import MalformedResponse, ResponseParser
-from proxy.token_batch import TokenBatch
 from settings.secret_keys import SecretKeys
 from wire.services import CompletionRequest
 from wire.token_link import (
@@ -76,7 +68,7 @@ class TokenLinks:
         self._links: dict[str, TokenLink] = {}
         self._connecting: dict[str, asyncio.Task[TokenLink]] = {}
 
-    async def open(self, engine: Engine, request: CompletionRequest) -> "LinkedLeg":
+    async def open(self, engine: Engine, request: CompletionRequest) -> LinkedLeg:
         """A stream that the engine has been asked for; raises `EngineUnreachable`."""
         link = await self._link(engine)
         return link.open(engine, request, self._waits)
@@ -118,6 +110,8 @@ class TokenLinks:
     def _connected(self, url: str, attempt: "asyncio.Task[TokenLink]") -> None:
         del self._connecting[url]
         if not attempt.cancelled() and attempt.exception() is None:
+            # Engines come and go, and their addresses with them.
+            self._links = {other: link for other, link in self._links.items() if not link.is_closed}
             self._links[url] = attempt.result()
 
     async def _connect(self, url: str) -> "TokenLink":
@@ -163,7 +157,7 @@ class TokenLink(asyncio.Protocol):
     def num_streams(self) -> int:
         return len(self._legs)
 
-    def open(self, engine: Engine, request: CompletionRequest, waits: EngineWaits) -> "LinkedLeg":
+    def open(self, engine: Engine, request: CompletionRequest, waits: EngineWaits) -> LinkedLeg:
         number = next(self._numbers)
         leg = self._legs[number] = LinkedLeg(engine, waits, partial(self._leave, number))
         self._write(open_stream_frame(number, request))
@@ -203,6 +197,9 @@ class TokenLink(asyncio.Protocol):
                     break
         except msgspec.MsgspecError as error:
             self.close(str(error))
+        except Exception:
+            self.close("the proxy could not read it")  # nothing would be read from it any more
+            raise
         self._read_on_or_pause()
 
     def _has_part(self) -> bool:
@@ -215,7 +212,7 @@ class TokenLink(asyncio.Protocol):
             self._on_leaving(part.leaves_in_s or 0.0)
         leg = self._legs.get(part.stream)
         if leg is not None:
-            batch = _batch(leg, part)
+            batch = batch_of(leg, part)
             if batch.failure is not None:
                 del self._legs[part.stream]  # the service has forgotten it, too
             leg.take(batch, self._heard_s)
@@ -285,113 +282,3 @@ class TokenLink(asyncio.Protocol):
         if not self.is_closed:
             self._pass_on(math.inf)
         self.close(reason)
-
-
-def _batch(leg: "LinkedLeg", part: StreamPart) -> LegBatch:
-    reason = part.finish_reason
-    end = reason if reason == "stop" or reason == "length" else None
-    parts = {}
-    if part.token_ids or end is not None:
-        parts[part.choice] = TokenBatch(part.tokens(), end, part.num_cached_tokens, part.prompt_logprobs)
-    failure: EngineFailure | None = None
-    if part.error is not None:
-        failure = failure_from_event(leg.engine.role, part.error, part.error_status)
-        if not leg.is_accepted:
-            failure = refused_at_once(leg.engine.role, failure.status, failure.error, {})
-    elif reason is not None and end is None:
-        failure = failure_from_finish(leg.engine.role, reason)
-    return LegBatch(parts, failure, part.is_accepted)
-
-
-class LinkedLeg:
-    """One stream of a link; see `proxy.legs.CompletionLeg`."""
-
-    def __init__(self, engine: Engine, waits: EngineWaits, leave: Callable[[bool], None]) -> None:
-        """`leave` gives the stream up, or says that it is over."""
-        self.engine = engine
-        self.is_accepted = False
-        self._waits = waits
-        self._leave = leave
-        self._early: list[LegBatch] = []
-        self._take_batch: TakeBatch | None = None
-        self._waiting: asyncio.Future[None] | None = None
-        self._heard_s = 0.0
-        self._stall_s: float | None = None
-
-    async def accepted(self, timeout_s: float | None) -> None:
-        """Return when the engine has taken the request; raises its refusal."""
-        while not self.is_accepted:
-            if self._early and self._early[0].failure is not None:
-                raise self._early[0].failure
-            await self._waits.within(timeout_s, self.engine, self._something())
-
-    async def next_batch(self, timeout_s: float | None) -> LegBatch:
-        """At least one token or an end of a choice or of all; silence for `timeout_s` is a failure."""
-        if not self._early:
-            await self._waits.within(timeout_s, self.engine, self._something())
-        return self._early.pop(0)
-
-    async def forward(self, take: TakeBatch, stall_s: float) -> None:
-        """Give every batch to `take` until that returns False; raises what it raises."""
-        for batch in self._early:
-            if not take(batch):
-                return
-        self._early.clear()
-        self._take_batch, self._stall_s = take, stall_s
-        self._heard_s = asyncio.get_running_loop().time()
-        try:
-            await self._waits.within(None, self.engine, self._something())
-        except EngineTooSlow:
-            raise too_slow(self.engine, stall_s) from None
-        finally:
-            self._take_batch = None
-
-    async def drain(self) -> None:
-        """The last batch is in: nothing follows."""
-        self._leave(True)
-
-    async def close(self) -> None:
-        self._leave(False)
-
-    def take(self, batch: LegBatch, now_s: float) -> None:
-        """What the link has brought; never waits."""
-        if batch.is_accepted:
-            self.is_accepted = True
-        elif self._take_batch is None:
-            self._early.append(batch)
-        else:
-            self._heard_s = now_s
-            self._forward(self._take_batch, batch)
-            return
-        self._wake()
-
-    def check_stall(self, now_s: float) -> None:
-        stall_s = self._stall_s
-        if self._take_batch is not None and stall_s is not None and now_s - self._heard_s > stall_s:
-            self._wake(too_slow(self.engine, stall_s))
-
-    def _forward(self, take: TakeBatch, batch: LegBatch) -> None:
-        try:
-            wants_more = take(batch)
-        except Exception as error:  # belongs to whoever waits in `forward`
-            self._take_batch = None
-            self._wake(error)
-        else:
-            if not wants_more:
-                self._take_batch = None
-                self._wake()
-
-    async def _something(self) -> None:
-        self._waiting = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
-
-    def _wake(self, error: Exception | None = None) -> None:
-        if self._waiting is None or self._waiting.done():
-            return
-        if error is None:
-            self._waiting.set_result(None)
-        else:
-            self._waiting.set_exception(error)

@@ -156,3 +156,12 @@ async def test_tokens_of_a_stream_that_was_left_are_dropped(monkeypatch: pytest.
         await until(lambda: transport.reads)
         assert indices(taken) == [0, 1]
         assert link.num_streams == 1
+
+
+async def test_a_part_that_makes_no_sense_ends_the_link_and_its_streams() -> None:
+    async with linked() as (link, transport, taken):
+        with pytest.raises(IndexError):
+            link.data_received(chunk(StreamPart(1, token_ids=(7, 8), logprobs=(None,))))
+        assert link.is_closed
+        assert transport.was_aborted
+        assert taken[-1].failure is not None
