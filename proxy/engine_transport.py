@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import httpx
 
+from proxy.connecting import connect
 from proxy.engine_connection import ConnectionBroken, EngineConnection
 
 MAX_IDLE_PER_ENGINE = 512
@@ -86,18 +87,14 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     async def _connect(self, origin: Origin, request: httpx.Request) -> EngineConnection:
         timeout_s = request.extensions.get("timeout", {}).get("connect")
-        loop = asyncio.get_running_loop()
         is_tls = origin.scheme == "https"
         try:
             async with asyncio.timeout(timeout_s):
-                _, connection = await loop.create_connection(
-                    EngineConnection, origin.host, origin.port, ssl=is_tls or None
-                )
+                return await connect(EngineConnection, origin.host, origin.port, is_tls=is_tls)
         except TimeoutError as error:
             raise httpx.ConnectTimeout("timed out", request=request) from error
         except OSError as error:
             raise httpx.ConnectError(str(error), request=request) from error
-        return connection
 
     def _drop(self, connection: EngineConnection) -> None:
         self._in_use.discard(connection)

@@ -1,6 +1,7 @@
 """Starts one proxy process."""
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = "python -m proxy"
 MIN_DESCRIPTORS = 4096
+GARBAGE_THRESHOLD = 5000
+"""Objects that may be made before those among them that refer to each other are looked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
+    _log_only_what_is_shown()
     for chatty in ("httpx", "uvicorn", "kubernetes", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if settings.workers > 1 and settings.worker_directory is None:
@@ -52,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     _raise_descriptor_limit()
+    _collect_seldom()
     logger.info("proxy for %s listening on %s", text.name, _url(listening))
     _serve(settings, app, listening)
     return 0
@@ -90,6 +95,19 @@ def _load_text_model(settings: ProxySettings) -> TextModel:
 
     tool_format = None if settings.tool_parser == "auto" else settings.tool_parser
     return TextModel.from_files(resolve_model(settings.model), tool_format)
+
+
+def _log_only_what_is_shown() -> None:
+    """Each line would otherwise look for its thread, process, task and place in the source."""
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # as the logging HOWTO says
+
+
+def _collect_seldom() -> None:
+    """A sixth of a small request went into looking for garbage among what lives as long as the process."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_THRESHOLD, 20, 20)
 
 
 def _raise_descriptor_limit() -> None:

@@ -1,11 +1,16 @@
 """The proxy's end of token links: one connection per completion engine for all its streams.
 
 Tokens are passed on in the very turn of the event loop that brings them: one frame a step, and no task of a
-stream has to wake up for it (`wire.token_link` has the protocol). A link that breaks, or is silent for
-SILENT_S, fails all its streams.
+stream has to wake up for it (`wire.token_link` has the protocol). What takes longer than TURN_S goes on in
+the next turn, and nothing is read meanwhile. A link that breaks, or is silent for SILENT_S, fails all its
+streams.
 """
 
 import asyncio
+import math
+import socket
+import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -14,20 +19,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from proxy.engine_waits import EngineWaits, too_slow
+from proxy.connecting import connect
+from proxy.engine_waits import EngineWaits
 from proxy.engines import Engine
-from proxy.errors import (
-    EngineBroke,
-    EngineFailure,
-    EngineTooSlow,
-    EngineUnreachable,
-    failure_from_event,
-    failure_from_finish,
-    refused_at_once,
-)
-from proxy.leg_batch import LegBatch, TakeBatch
+from proxy.errors import EngineBroke, EngineUnreachable
+from proxy.leg_batch import LegBatch
+from proxy.linked_leg import LinkedLeg, batch_of
 from proxy.response_parser import MalformedResponse, ResponseParser
-from proxy.token_batch import TokenBatch
 from settings.secret_keys import SecretKeys
 from wire.services import CompletionRequest
 from wire.token_link import (
@@ -44,8 +42,11 @@ from wire.token_link import (
 )
 
 SILENT_S = 10 * BEAT_S
-LONG_READ_BYTES = 1 << 16
-"""What such a read has brought goes out to clients before more is read: event loops read on and on."""
+TURN_S = 0.01
+"""For so long tokens are passed on at once: an engine that is faster than the proxy must not keep everybody
+else from their turns, nor fill the backlogs of clients before anything is sent to them."""
+RECEIVE_BUFFER_BYTES = 1 << 16
+"""The first token of a new stream waits behind all that is in the socket: 6 MB and more without."""
 
 
 class TokenLinks:
@@ -67,7 +68,7 @@ class TokenLinks:
         self._links: dict[str, TokenLink] = {}
         self._connecting: dict[str, asyncio.Task[TokenLink]] = {}
 
-    async def open(self, engine: Engine, request: CompletionRequest) -> "LinkedLeg":
+    async def open(self, engine: Engine, request: CompletionRequest) -> LinkedLeg:
         """A stream that the engine has been asked for; raises `EngineUnreachable`."""
         link = await self._link(engine)
         return link.open(engine, request, self._waits)
@@ -109,19 +110,20 @@ class TokenLinks:
     def _connected(self, url: str, attempt: "asyncio.Task[TokenLink]") -> None:
         del self._connecting[url]
         if not attempt.cancelled() and attempt.exception() is None:
+            # Engines come and go, and their addresses with them.
+            self._links = {other: link for other, link in self._links.items() if not link.is_closed}
             self._links[url] = attempt.result()
 
     async def _connect(self, url: str) -> "TokenLink":
         address = urlsplit(url)
         is_tls = address.scheme == "https"
         async with asyncio.timeout(self._connect_timeout_s):
-            _, link = await asyncio.get_running_loop().create_connection(
+            return await connect(
                 lambda: TokenLink(self._head(address.netloc), partial(self._on_leaving, url)),
                 address.hostname or "",
                 address.port or (443 if is_tls else 80),
-                ssl=is_tls or None,
+                is_tls=is_tls,
             )
-        return link
 
     def _head(self, host: str) -> bytes:
         lines = [f"POST {LINK_PATH} HTTP/1.1", f"host: {host}", "transfer-encoding: chunked"]
@@ -137,7 +139,12 @@ class TokenLink(asyncio.Protocol):
         self._head = head
         self._on_leaving = on_leaving
         self._parser = ResponseParser()
-        self._frames = FrameSplitter()
+        self._splitter = FrameSplitter()
+        self._frames: deque[bytes] = deque()
+        """Read, and not looked at yet; what comes first is in `_parts`."""
+        self._parts: deque[StreamPart] = deque()
+        self._is_paused = False
+        """Nothing is read before all of these are passed on, in turns to come."""
         self._legs: dict[int, LinkedLeg] = {}
         self._numbers = count(1)
         self._transport: asyncio.Transport | None = None
@@ -150,7 +157,7 @@ class TokenLink(asyncio.Protocol):
     def num_streams(self) -> int:
         return len(self._legs)
 
-    def open(self, engine: Engine, request: CompletionRequest, waits: EngineWaits) -> "LinkedLeg":
+    def open(self, engine: Engine, request: CompletionRequest, waits: EngineWaits) -> LinkedLeg:
         number = next(self._numbers)
         leg = self._legs[number] = LinkedLeg(engine, waits, partial(self._leave, number))
         self._write(open_stream_frame(number, request))
@@ -180,17 +187,52 @@ class TokenLink(asyncio.Protocol):
             assert self._transport is not None
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def _take_frame(self, data: bytes) -> None:
-        parts = decode_to_proxy(data)
-        if parts and parts[0].stream == LINK:
-            self._on_leaving(parts[0].leaves_in_s or 0.0)
-        for part in parts:
-            leg = self._legs.get(part.stream)
-            if leg is not None:
-                batch = _batch(leg, part)
-                if batch.failure is not None:
-                    del self._legs[part.stream]  # the service has forgotten it, too
-                leg.take(batch, self._heard_s)
+    def _pass_on(self, for_s: float) -> None:
+        """What has been read; the rest of it in the next turn where it takes longer than `for_s`."""
+        until_s = time.monotonic() + for_s
+        try:
+            while self._has_part():
+                self._take(self._parts.popleft())
+                if time.monotonic() >= until_s:
+                    break
+        except msgspec.MsgspecError as error:
+            self.close(str(error))
+        except Exception:
+            self.close("the proxy could not read it")  # nothing would be read from it any more
+            raise
+        self._read_on_or_pause()
+
+    def _has_part(self) -> bool:
+        while not self._parts and self._frames:
+            self._parts.extend(decode_to_proxy(self._frames.popleft()))
+        return bool(self._parts)
+
+    def _take(self, part: StreamPart) -> None:
+        if part.stream == LINK:
+            self._on_leaving(part.leaves_in_s or 0.0)
+        leg = self._legs.get(part.stream)
+        if leg is not None:
+            batch = batch_of(leg, part)
+            if batch.failure is not None:
+                del self._legs[part.stream]  # the service has forgotten it, too
+            leg.take(batch, self._heard_s)
+
+    def _read_on_or_pause(self) -> None:
+        if self.is_closed or self._transport is None:
+            return
+        has_more = bool(self._parts or self._frames)
+        if has_more and not self._is_paused:
+            self._transport.pause_reading()
+        elif self._is_paused and not has_more:
+            self._transport.resume_reading()
+        self._is_paused = has_more
+        if has_more:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        if not self.is_closed:
+            self._heard_s = asyncio.get_running_loop().time()
+            self._pass_on(TURN_S)
 
     def _check_silence(self) -> None:
         loop = asyncio.get_running_loop()
@@ -203,148 +245,40 @@ class TokenLink(asyncio.Protocol):
         for leg in list(self._legs.values()):
             leg.check_stall(loop.time())
 
-    def _read_on(self) -> None:
-        if not self.is_closed and self._transport is not None:
-            self._transport.resume_reading()
-
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.write(self._head)
+        connection: socket.socket | None = transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         loop = asyncio.get_running_loop()
         self._heard_s = loop.time()
         self._watch = loop.call_later(BEAT_S, self._check_silence)
 
     def data_received(self, data: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        self._heard_s = loop.time()
-        if len(data) > LONG_READ_BYTES and self._transport is not None:
-            self._transport.pause_reading()
-            loop.call_soon(self._read_on)
+        self._heard_s = asyncio.get_running_loop().time()
         try:
             body = self._parser.feed(data)
             head = self._parser.head
             if head is not None and head.status != 200:
                 self.close(f"it was refused with status {head.status}")
                 return
-            for piece in self._frames.push(body):
-                self._take_frame(piece)
-        except (MalformedResponse, FrameTooLong, msgspec.MsgspecError) as error:
-            self.close(str(error))
+            self._frames.extend(self._splitter.push(body))
+        except (MalformedResponse, FrameTooLong) as error:
+            self._end(str(error))
             return
         if self._parser.is_complete:
-            self.close("the engine has closed it")
+            self._end("the engine has closed it")
+        elif not self._is_paused:
+            self._pass_on(TURN_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.close(str(exc or "the connection was closed"))
+        self._end(str(exc or "the connection was closed"))
 
-
-def _batch(leg: "LinkedLeg", part: StreamPart) -> LegBatch:
-    reason = part.finish_reason
-    end = reason if reason == "stop" or reason == "length" else None
-    parts = {}
-    if part.token_ids or end is not None:
-        parts[part.choice] = TokenBatch(part.tokens(), end, part.num_cached_tokens, part.prompt_logprobs)
-    failure: EngineFailure | None = None
-    if part.error is not None:
-        failure = failure_from_event(leg.engine.role, part.error, part.error_status)
-        if not leg.is_accepted:
-            failure = refused_at_once(leg.engine.role, failure.status, failure.error, {})
-    elif reason is not None and end is None:
-        failure = failure_from_finish(leg.engine.role, reason)
-    return LegBatch(parts, failure, part.is_accepted)
-
-
-class LinkedLeg:
-    """One stream of a link; see `proxy.legs.CompletionLeg`."""
-
-    def __init__(self, engine: Engine, waits: EngineWaits, leave: Callable[[bool], None]) -> None:
-        """`leave` gives the stream up, or says that it is over."""
-        self.engine = engine
-        self.is_accepted = False
-        self._waits = waits
-        self._leave = leave
-        self._early: list[LegBatch] = []
-        self._take_batch: TakeBatch | None = None
-        self._waiting: asyncio.Future[None] | None = None
-        self._heard_s = 0.0
-        self._stall_s: float | None = None
-
-    async def accepted(self, timeout_s: float | None) -> None:
-        """Return when the engine has taken the request; raises its refusal."""
-        while not self.is_accepted:
-            if self._early and self._early[0].failure is not None:
-                raise self._early[0].failure
-            await self._waits.within(timeout_s, self.engine, self._something())
-
-    async def next_batch(self, timeout_s: float | None) -> LegBatch:
-        """At least one token or an end of a choice or of all; silence for `timeout_s` is a failure."""
-        if not self._early:
-            await self._waits.within(timeout_s, self.engine, self._something())
-        return self._early.pop(0)
-
-    async def forward(self, take: TakeBatch, stall_s: float) -> None:
-        """Give every batch to `take` until that returns False; raises what it raises."""
-        for batch in self._early:
-            if not take(batch):
-                return
-        self._early.clear()
-        self._take_batch, self._stall_s = take, stall_s
-        self._heard_s = asyncio.get_running_loop().time()
-        try:
-            await self._waits.within(None, self.engine, self._something())
-        except EngineTooSlow:
-            raise too_slow(self.engine, stall_s) from None
-        finally:
-            self._take_batch = None
-
-    async def drain(self) -> None:
-        """The last batch is in: nothing follows."""
-        self._leave(True)
-
-    async def close(self) -> None:
-        self._leave(False)
-
-    def take(self, batch: LegBatch, now_s: float) -> None:
-        """What the link has brought; never waits."""
-        if batch.is_accepted:
-            self.is_accepted = True
-        elif self._take_batch is None:
-            self._early.append(batch)
-        else:
-            self._heard_s = now_s
-            self._forward(self._take_batch, batch)
-            return
-        self._wake()
-
-    def check_stall(self, now_s: float) -> None:
-        stall_s = self._stall_s
-        if self._take_batch is not None and stall_s is not None and now_s - self._heard_s > stall_s:
-            self._wake(too_slow(self.engine, stall_s))
-
-    def _forward(self, take: TakeBatch, batch: LegBatch) -> None:
-        try:
-            wants_more = take(batch)
-        except Exception as error:  # belongs to whoever waits in `forward`
-            self._take_batch = None
-            self._wake(error)
-        else:
-            if not wants_more:
-                self._take_batch = None
-                self._wake()
-
-    async def _something(self) -> None:
-        self._waiting = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
-
-    def _wake(self, error: Exception | None = None) -> None:
-        if self._waiting is None or self._waiting.done():
-            return
-        if error is None:
-            self._waiting.set_result(None)
-        else:
-            self._waiting.set_exception(error)
+    def _end(self, reason: str) -> None:
+        """Nothing more comes: streams may end with what is here already."""
+        if not self.is_closed:
+            self._pass_on(math.inf)
+        self.close(reason)

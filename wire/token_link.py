@@ -81,22 +81,30 @@ class FrameSplitter:
     """Cuts what a socket gives into frames."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._pieces: list[bytes] = []
+        """Of a frame, or of its length, that is not complete."""
+        self._num_missing = 0
 
     def push(self, data: bytes) -> Iterator[bytes]:
         """The frames that are complete now, in order; raises `FrameTooLong`."""
-        buffer = self._rest + data if self._rest else data
-        start = 0
+        self._pieces.append(data)
+        self._num_missing -= len(data)
+        if self._num_missing > 0:  # a long frame is put together once, not at every piece of it
+            return
+        buffer = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        start, num_needed = 0, _LENGTH.size
         while len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
             if length > MAX_FRAME_BYTES:
                 raise FrameTooLong(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
             end = start + _LENGTH.size + length
             if end > len(buffer):
+                num_needed += length
                 break
             yield buffer[start + _LENGTH.size : end]
             start = end
-        self._rest = buffer[start:]
+        self._pieces = [buffer[start:]] if start < len(buffer) else []
+        self._num_missing = num_needed - (len(buffer) - start)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -397,6 +397,27 @@ async def test_a_broken_stream_waits_for_the_only_pair_to_come_back() -> None:
         assert whole(await streaming) == (TEXT, ["stop"])
 
 
+@pytest.mark.parametrize("has_link", [False, True])
+async def test_a_broken_stream_waits_for_the_only_normal_engine_to_come_back(has_link: bool) -> None:
+    scripts = Generating()
+    normal = MockEngine("normal", scripts.normal, has_link=has_link)
+
+    async def loses_and_restarts(call: Call) -> None:
+        normal.is_ready = False
+        await loses_its_engine(call)
+
+    scripts.faults[5] = loses_and_restarts
+    async with stack(normal, max_migrations=5, refresh_s=0.02) as running:
+        directory = running.services.directory
+        streaming = asyncio.create_task(streamed(running))
+        async with asyncio.timeout(5):
+            while directory.snapshot().engines[0].is_ready:
+                await directory.wait_for_change()
+        normal.info = replace(normal.info, epoch=2)
+        normal.is_ready = True
+        assert whole(await streaming) == (TEXT, ["stop"])
+
+
 async def test_a_broken_stream_without_engines_ends_with_an_error_at_its_deadline() -> None:
     scripts = Generating()
     engines = [MockEngine("prompt", scripts.prompt), MockEngine("completion", scripts.completion)]

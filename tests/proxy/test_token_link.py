@@ -1,6 +1,8 @@
-"""Links that cannot be opened."""
+"""Links that cannot be opened, and links that bring more than the proxy can pass on."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import pytest
@@ -8,15 +10,17 @@ import pytest
 from proxy.engine_waits import EngineWaits
 from proxy.engines import Engine
 from proxy.errors import EngineUnreachable
-from proxy.token_link import TokenLinks
+from proxy.leg_batch import LegBatch
+from proxy.token_link import TokenLink, TokenLinks
 from settings.secret_keys import SecretKeys
 from tests.proxy.builders import until
 from tests.proxy.mock_engines import MockEngine
 from wire.sampling import SamplingParams
 from wire.services import CompletionRequest
+from wire.token_link import CloseStream, StreamPart, frame
 
 INFO = MockEngine("completion", lambda call: asyncio.sleep(0), has_link=True).info
-ENGINE = Engine(url="http://a", role="completion", info=INFO, is_ready=True, problem="")
+ENGINE = Engine(url="http://127.0.0.1", role="completion", info=INFO, is_ready=True, problem="")
 REQUEST = CompletionRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
 
 
@@ -56,3 +60,108 @@ async def test_who_waits_for_a_link_is_freed_when_the_engine_is_given_up(attempt
         failures = await asyncio.gather(*opening, return_exceptions=True)
     assert {type(failure) for failure in failures} == {EngineUnreachable}
     links.close()
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written; nothing is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.reads = True
+        self.was_aborted = False
+
+    def write(self, data: Any) -> None:
+        self.written.append(data)
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def abort(self) -> None:
+        self.was_aborted = True
+
+
+def chunk(*parts: StreamPart) -> bytes:
+    data = frame(list(parts))
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def tokens(number: int, first: int, num: int) -> list[StreamPart]:
+    return [StreamPart(number, first_index=index, token_ids=(7,)) for index in range(first, first + num)]
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def linked() -> AsyncIterator[tuple[TokenLink, FakeTransport, list[LegBatch]]]:
+    """A link with one stream, which was accepted, and what that stream was given."""
+    link, transport, taken = TokenLink(b"", lambda leaves_in_s: None), FakeTransport(), list[LegBatch]()
+    link.connection_made(transport)
+    leg = link.open(ENGINE, REQUEST, EngineWaits())
+    link.data_received(HEAD + chunk(StreamPart(1, is_accepted=True)))
+
+    def take(batch: LegBatch) -> bool:
+        taken.append(batch)
+        return batch.failure is None
+
+    forwarding = asyncio.create_task(leg.forward(take, 60.0))
+    await asyncio.sleep(0)
+    yield link, transport, taken
+    link.close("the test is over")
+    await forwarding
+
+
+def indices(taken: list[LegBatch]) -> list[int]:
+    return [token.index for batch in taken for part in batch.parts.values() for token in part.tokens]
+
+
+async def test_a_flood_is_passed_on_over_many_turns_and_nothing_more_is_read_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.token_link.TURN_S", 0.0)
+    async with linked() as (link, transport, taken):
+        link.data_received(chunk(*tokens(1, 0, 3)) + chunk(*tokens(1, 3, 2)))
+        assert indices(taken) == [0]
+        assert not transport.reads
+        for num_turns in range(4):
+            assert len(taken) == 1 + num_turns
+            await asyncio.sleep(0)
+        assert indices(taken) == [0, 1, 2, 3, 4]
+        assert transport.reads
+
+
+async def test_what_has_been_read_is_passed_on_before_the_end_of_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.token_link.TURN_S", 0.0)
+    async with linked() as (link, _, taken):
+        link.data_received(chunk(*tokens(1, 0, 3)))
+        assert len(taken) == 1
+        link.connection_lost(None)
+        assert indices(taken) == [0, 1, 2]
+        assert taken[-1].failure is not None
+
+
+async def test_tokens_of_a_stream_that_was_left_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.token_link.TURN_S", 0.0)
+    async with linked() as (link, transport, taken):
+        gone = link.open(ENGINE, REQUEST, EngineWaits())
+        link.data_received(chunk(*tokens(2, 0, 1), *tokens(1, 0, 2)))
+        await gone.close()
+        assert transport.written[-1].endswith(frame(CloseStream(2)) + b"\r\n")
+        await until(lambda: transport.reads)
+        assert indices(taken) == [0, 1]
+        assert link.num_streams == 1
+
+
+async def test_a_part_that_makes_no_sense_ends_the_link_and_its_streams() -> None:
+    async with linked() as (link, transport, taken):
+        with pytest.raises(IndexError):
+            link.data_received(chunk(StreamPart(1, token_ids=(7, 8), logprobs=(None,))))
+        assert link.is_closed
+        assert transport.was_aborted
+        assert taken[-1].failure is not None

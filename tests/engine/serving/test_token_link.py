@@ -17,7 +17,8 @@ from proxy.engine_waits import EngineWaits
 from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, EngineUnreachable
 from proxy.leg_batch import LegBatch
-from proxy.token_link import LinkedLeg, TokenLinks
+from proxy.linked_leg import LinkedLeg
+from proxy.token_link import TokenLinks
 from settings.secret_keys import SecretKeys
 from tests.engine.serving.builders import ready, token_output
 from tests.engine.serving.conftest import ScriptedEngine

@@ -1,0 +1,128 @@
+"""One completion stream of a token link: what is brought to it, and who waits for that."""
+
+import asyncio
+from collections.abc import Callable
+
+from proxy.engine_waits import EngineWaits, too_slow
+from proxy.engines import Engine
+from proxy.errors import (
+    EngineFailure,
+    EngineTooSlow,
+    failure_from_event,
+    failure_from_finish,
+    refused_at_once,
+)
+from proxy.leg_batch import LegBatch, TakeBatch
+from proxy.token_batch import TokenBatch
+from wire.token_link import StreamPart
+
+
+class LinkedLeg:
+    """One stream of a link; see `proxy.legs.CompletionLeg`."""
+
+    def __init__(self, engine: Engine, waits: EngineWaits, leave: Callable[[bool], None]) -> None:
+        """`leave` gives the stream up, or says that it is over."""
+        self.engine = engine
+        self.is_accepted = False
+        self._waits = waits
+        self._leave = leave
+        self._early: list[LegBatch] = []
+        self._take_batch: TakeBatch | None = None
+        self._waiting: asyncio.Future[None] | None = None
+        self._heard_s = 0.0
+        self._stall_s: float | None = None
+
+    async def accepted(self, timeout_s: float | None) -> None:
+        """Return when the engine has taken the request; raises its refusal."""
+        while not self.is_accepted:
+            if self._early and self._early[0].failure is not None:
+                raise self._early[0].failure
+            await self._waits.within(timeout_s, self.engine, self._something())
+
+    async def next_batch(self, timeout_s: float | None) -> LegBatch:
+        """At least one token or an end of a choice or of all; silence for `timeout_s` is a failure."""
+        if not self._early:
+            await self._waits.within(timeout_s, self.engine, self._something())
+        return self._early.pop(0)
+
+    async def forward(self, take: TakeBatch, stall_s: float) -> None:
+        """Give every batch to `take` until that returns False; raises what it raises."""
+        for batch in self._early:
+            if not take(batch):
+                return
+        self._early.clear()
+        self._take_batch, self._stall_s = take, stall_s
+        self._heard_s = asyncio.get_running_loop().time()
+        try:
+            await self._waits.within(None, self.engine, self._something())
+        except EngineTooSlow:
+            raise too_slow(self.engine, stall_s) from None
+        finally:
+            self._take_batch = None
+
+    async def drain(self) -> None:
+        """The last batch is in: nothing follows."""
+        self._leave(True)
+
+    async def close(self) -> None:
+        self._leave(False)
+
+    def take(self, batch: LegBatch, now_s: float) -> None:
+        """What the link has brought; never waits."""
+        if batch.is_accepted:
+            self.is_accepted = True
+        elif self._take_batch is None:
+            self._early.append(batch)
+        else:
+            self._heard_s = now_s
+            self._forward(self._take_batch, batch)
+            return
+        self._wake()
+
+    def check_stall(self, now_s: float) -> None:
+        stall_s = self._stall_s
+        if self._take_batch is not None and stall_s is not None and now_s - self._heard_s > stall_s:
+            self._wake(too_slow(self.engine, stall_s))
+
+    def _forward(self, take: TakeBatch, batch: LegBatch) -> None:
+        try:
+            wants_more = take(batch)
+        except Exception as error:  # belongs to whoever waits in `forward`
+            self._take_batch = None
+            self._wake(error)
+        else:
+            if not wants_more:
+                self._take_batch = None
+                self._wake()
+
+    async def _something(self) -> None:
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+    def _wake(self, error: Exception | None = None) -> None:
+        if self._waiting is None or self._waiting.done():
+            return
+        if error is None:
+            self._waiting.set_result(None)
+        else:
+            self._waiting.set_exception(error)
+
+
+def batch_of(leg: LinkedLeg, part: StreamPart) -> LegBatch:
+    """What a part of this leg's stream means."""
+    reason = part.finish_reason
+    end = reason if reason == "stop" or reason == "length" else None
+    parts = {}
+    if part.token_ids or end is not None:
+        parts[part.choice] = TokenBatch(part.tokens(), end, part.num_cached_tokens, part.prompt_logprobs)
+    failure: EngineFailure | None = None
+    if part.error is not None:
+        failure = failure_from_event(leg.engine.role, part.error, part.error_status)
+        if not leg.is_accepted:
+            failure = refused_at_once(leg.engine.role, failure.status, failure.error, {})
+    elif reason is not None and end is None:
+        failure = failure_from_finish(leg.engine.role, reason)
+    return LegBatch(parts, failure, part.is_accepted)
