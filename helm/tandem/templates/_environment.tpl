@@ -29,6 +29,9 @@
 {{- if and (eq .role "proxy") .root.Values.apiKeys.existingSecret }}
 - {name: TANDEM_PROXY_API_KEYS_FILE, value: /etc/tandem/api-keys/{{ .root.Values.apiKeys.key }}}
 {{- end }}
+{{- with include "tandem.numThreads" . }}
+- {name: {{ $prefix }}NUM_THREADS, value: {{ . | quote }}}
+{{- end }}
 {{- range $name, $value := $values.settings }}
 {{- if not (kindIs "invalid" $value) }}
 - {name: {{ $prefix }}{{ upper $name }}, value: {{ include "tandem.settingText" $value | quote }}}
@@ -40,6 +43,19 @@
 {{- end }}
 - {{ toJson . }}
 {{- end }}
+{{- end }}
+
+{{/* An engine would count the node's processors, not those that its container may use. Whole ones of the limit, else of
+the request; empty where nothing says or `settings` does. */}}
+{{- define "tandem.numThreads" -}}
+{{- $values := index .root.Values .role -}}
+{{- $limits := $values.resources.limits | default dict -}}
+{{- $requests := $values.resources.requests | default dict -}}
+{{- $cpus := $limits.cpu | default $requests.cpu | default "" | toString -}}
+{{- if and (ne .role "proxy") $cpus (not $values.settings.num_threads) -}}
+{{- $count := hasSuffix "m" $cpus | ternary (divf (trimSuffix "m" $cpus) 1000) (float64 $cpus) -}}
+{{ max 1 (ceil $count | int) }}
+{{- end -}}
 {{- end }}
 
 {{- define "tandem.discoveryEnvironment" -}}
