@@ -30,8 +30,8 @@ OWNED_BY_CHART = frozenset(
         *("worker_number", "worker_directory", "worker_socket"),
     )
 )
-"""They follow from other values, would put a secret into a manifest, are for NORMAL engines only, or are what a
-process tells its own children."""
+"""They follow from other values, would put a secret into a manifest, are for NORMAL engines only, or are what
+a process tells its own children."""
 
 SETTINGS: dict[str, type[ProcessSettings]] = {
     "proxy": ProxySettings,

@@ -56,7 +56,8 @@ NAME is also what clients call it. */}}
     - {name: REPOSITORY, value: {{ $download.repository | quote }}}
     - {name: REVISION, value: {{ $download.revision | quote }}}
     - {name: FOLDER, value: /models/{{ .root.Values.model.name }}}
-    - {name: WITHOUT_WEIGHTS, value: {{ and (eq .role "proxy") (not $download.claimName) (not (hasSuffix ".gguf" .root.Values.model.file)) | ternary "1" "" | quote }}}
+    - {name: FILE, value: {{ .root.Values.model.file | quote }}}
+    - {name: WITHOUT_WEIGHTS, value: {{ and (eq .role "proxy") (not $download.claimName) | ternary "1" "" | quote }}}
     - {name: HF_HOME, value: /tmp/huggingface}
     {{- with $download.endpoint }}
     - {name: HF_ENDPOINT, value: {{ . | quote }}}
