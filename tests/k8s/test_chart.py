@@ -161,6 +161,11 @@ def test_without_an_account_of_its_own_a_pod_has_the_namespaces(tools: Tools) ->
         ({"promt": {}}, "'promt' not allowed"),
         ({"ingress.enabled": True}, "/ingress"),
         ({"monitoring.podMonitor.enabled": True, "monitoring.serviceMonitor.enabled": True}, "/monitoring"),
+        ({"proxy.discovery": "static", "prompt.replicas": 2}, "proxy.discovery: static knows one engine"),
+        (
+            {"proxy.discovery": "static", "completion.autoscaling.hpa.enabled": True},
+            "proxy.discovery: static knows one engine",
+        ),
         ({"prompt.extraEnv": [{"name": "TANDEM_PROMPT_PORT", "value": "1"}]}, "prompt.settings"),
         (
             {
@@ -234,6 +239,21 @@ def test_without_the_api_there_are_no_rights(tools: Tools, discovery: str) -> No
     assert not {"Role", "RoleBinding"} & {kind for kind, _ in names(manifests)}
     urls = variables(find(manifests, "Deployment", "rel-tandem-proxy"))
     assert urls["TANDEM_PROXY_PROMPT_URL"] == "http://rel-tandem-prompt.default.svc:7001"
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+def test_a_route_goes_to_the_inference_pool_where_there_is_one(tools: Tools, has_pool: bool) -> None:
+    pool = {"inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}}} if has_pool else {}
+    route = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}}
+    manifests = render(tools, values={**route, **pool})
+    (rule,) = find(manifests, "HTTPRoute", "rel-tandem-proxy")["spec"]["rules"]
+    kind, port = ("InferencePool", None) if has_pool else ("Service", 80)
+    (backend,) = rule["backendRefs"]
+    assert (backend.get("kind", "Service"), backend.get("port")) == (kind, port)
+    assert find(manifests, kind, backend["name"])["apiVersion"].partition("/")[0] in (
+        backend.get("group"),
+        "v1",
+    )
 
 
 def test_pods_are_nobody_without_privilege_also_with_rdma(tools: Tools) -> None:

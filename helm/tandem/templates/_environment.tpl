@@ -69,7 +69,13 @@ the request; empty where nothing says or `settings` does. */}}
 {{- else -}}
 {{- if eq $discovery "dns" -}}
 - {name: TANDEM_PROXY_DISCOVERY, value: dns}
-{{ end -}}
+{{ else -}}
+{{- range $role := list "prompt" "completion" }}
+{{- if or (gt (int (index $.Values $role).replicas) 1) (include "tandem.isScaled" (dict "root" $ "role" $role)) }}
+{{- fail (printf "proxy.discovery: static knows one engine of each role, %s may have more; use kubernetes or dns" $role) }}
+{{- end }}
+{{- end }}
+{{- end -}}
 {{- range $role := list "prompt" "completion" }}
 {{- $engines := dict "root" $ "role" $role -}}
 - {name: TANDEM_PROXY_{{ upper $role }}_URL, value: "http://{{ include "tandem.name" $engines }}.{{ $.Release.Namespace }}.svc:{{ include "tandem.port" $engines }}"}

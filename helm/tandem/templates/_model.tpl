@@ -9,6 +9,11 @@ NAME is also what clients call it. */}}
 {{- end -}}
 {{- end }}
 
+{{/* What clients call it: that of a file is the file's. */}}
+{{- define "tandem.clientsModel" -}}
+{{- with .Values.model }}{{ ternary .name (.file | base | trimSuffix ".gguf") (empty .file) }}{{ end -}}
+{{- end }}
+
 {{- define "tandem.modelVolume" -}}
 {{- $model := .Values.model -}}
 {{- if eq $model.source "pvc" }}
