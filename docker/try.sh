@@ -3,13 +3,13 @@
 #
 # Needs root, debootstrap, podman and runc (Debian 12: apt-get install debootstrap podman runc). Where pip reads local
 # folders, name them: PIP_FOLDERS="/a /b". Pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) are
-# passed on. Nothing of it is part of `make test`.
+# passed on. STORAGE_DRIVER=vfs works where there is no overlay file system. Nothing of it is part of `make test`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 WORK=${1:-$(mktemp -d)}
 mkdir -p "$WORK"
 BASE=localhost/tandem-base:12
-PODMAN=(podman --root "$WORK/storage" --runroot "$WORK/run" --runtime runc --cgroup-manager cgroupfs --storage-driver vfs)
+PODMAN=(podman --root "$WORK/storage" --runroot "$WORK/run" --runtime runc --cgroup-manager cgroupfs --storage-driver "${STORAGE_DRIVER:-overlay}")
 
 if ! "${PODMAN[@]}" image exists "$BASE"; then
     [ -d "$WORK/base/usr" ] || debootstrap --variant=minbase --include=python3,python3-venv,g++,libc6-dev,python3-dev,ca-certificates bookworm "$WORK/base"
@@ -29,7 +29,8 @@ for image in proxy engine; do
     "${PODMAN[@]}" build "${arguments[@]}" -f "docker/$image.Dockerfile" -t "tandem-$image" .
 done
 
-run=(run --detach --network host --read-only --tmpfs /tmp:rw,exec --tmpfs /dev/shm:rw --user 10001:10001 --cap-drop all --security-opt no-new-privileges --cgroups disabled)
+# As the chart has it. podman's own limits are above what root may have in many a container.
+run=(run --detach --network host --read-only --tmpfs /tmp:rw,exec --tmpfs /dev/shm:rw --user 10001:10001 --cap-drop all --security-opt no-new-privileges --ulimit nofile=4096:4096 --ulimit nproc=4096:4096)
 trap '"${PODMAN[@]}" rm --force --time 5 try-prompt try-completion try-proxy >/dev/null 2>&1 || true' EXIT
 "${PODMAN[@]}" "${run[@]}" --name try-prompt tandem-engine python -m prompt_service --num-threads 1 --port 17001
 "${PODMAN[@]}" "${run[@]}" --name try-completion tandem-engine python -m completion_service --num-threads 1 --port 17002
@@ -39,7 +40,9 @@ for _ in $(seq 180); do
     if curl -sf --noproxy '*' http://127.0.0.1:18000/health/ready >/dev/null; then break; fi
     sleep 1
 done
+for name in prompt completion proxy; do "${PODMAN[@]}" logs --tail 3 "try-$name"; done
 PROXY_URL=http://127.0.0.1:18000 python3 helm/tandem/files/ask.py
+[ "$(uname -m)" != x86_64 ] || curl -sf --noproxy '*' http://127.0.0.1:17001/info | grep -o '"kernels":"native"'
 "${PODMAN[@]}" exec try-prompt sh -c 'id -u; touch /opt/x 2>&1 || true'
 "${PODMAN[@]}" stop --time 60 try-proxy try-completion try-prompt
 for name in prompt completion proxy; do

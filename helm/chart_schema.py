@@ -25,10 +25,13 @@ OWNED_BY_CHART = frozenset(
         *("host", "port", "model", "control_host", "control_port", "control_advertise_host"),
         *("service_token", "service_token_file", "api_keys", "api_keys_file"),
         *("discovery", "discovery_namespace", "prompt_selector", "completion_selector", "normal_selector"),
-        *("prompt_url", "completion_url", "normal_url", "engine", "dp_size", "dp_rank", "dp_address"),
+        *("prompt_url", "completion_url", "normal_url", "engine"),
+        *("dp_size", "dp_rank", "dp_address", "dp_step_timeout_s"),
+        *("worker_number", "worker_directory", "worker_socket"),
     )
 )
-"""They follow from other values, would put a secret into a manifest, or are for NORMAL engines only."""
+"""They follow from other values, would put a secret into a manifest, are for NORMAL engines only, or are what
+a process tells its own children."""
 
 SETTINGS: dict[str, type[ProcessSettings]] = {
     "proxy": ProxySettings,
@@ -39,6 +42,14 @@ SETTINGS: dict[str, type[ProcessSettings]] = {
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+OWN_LABELS = ("name", "instance", "component", "version", "managed-by")
+LABELS: Schema = {
+    **TEXTS,
+    "propertyNames": {
+        "not": {"enum": [*(f"app.kubernetes.io/{name}" for name in OWN_LABELS), "helm.sh/chart"]}
+    },
+}
+"""More of them; the chart's own say which pods belong to what."""
 FREE: Schema = {"type": "object"}
 LIST: Schema = {"type": "array", "items": {"type": "object"}}
 QUANTITY: Schema = {"type": ["string", "number"]}
@@ -134,11 +145,8 @@ def role(name: str, **more: Schema) -> Schema:
         priorityClassName=TEXT,
         runtimeClassName=TEXT,
         schedulerName=TEXT,
-        podAnnotations=TEXTS,
-        podLabels={
-            **TEXTS,
-            "propertyNames": {"not": {"pattern": "^app\\.kubernetes\\.io/(name|instance|component)$"}},
-        },
+        podAnnotations={**TEXTS, "propertyNames": {"not": {"const": "checksum/settings"}}},
+        podLabels=LABELS,
         extraEnv=LIST,
         **more,
     )
@@ -242,7 +250,7 @@ def values_schema() -> Schema:
     )
     schema = entries(
         fullnameOverride={"type": "string", "pattern": "^([a-z]([-a-z0-9]*[a-z0-9])?)?$"},
-        commonLabels=TEXTS,
+        commonLabels=LABELS,
         images=entries(proxy=image, engine=image),
         imagePullSecrets=LIST,
         model=model(),

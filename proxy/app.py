@@ -70,7 +70,8 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
             http, services.directory, services.routes.cache_changed, refresh_s=settings.refresh_s
         )
         owners = (engines, services.directory, caches, services.departures)
-        watching = [asyncio.create_task(owner.run()) for owner in owners]
+        watching = [asyncio.create_task(owner.run(), name=type(owner).__name__) for owner in owners]
+        services.vital.extend(watching[:2])
         await services.peers.serve(partial(answer_peer, services))
         try:
             yield

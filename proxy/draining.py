@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from proxy.asgi import ASGIApp, Message, Receive, Scope, Send
 from proxy.errors import NotServing
+
+CLOSE = (b"connection", b"close")
 
 
 class Draining:
@@ -55,3 +58,28 @@ class Draining:
             for task in self._tasks:
                 task.cancel()
             await self._idle.wait()
+
+
+class ClosingConnections:
+    """ASGI app around another: while it drains, each answer is the last on its connection.
+
+    A client that keeps its connections would come to this proxy again and again, and be refused.
+    """
+
+    def __init__(self, app: ASGIApp, draining: Draining) -> None:
+        self._app = app
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._draining.has_begun:
+            send = _closing(send)
+        await self._app(scope, receive, send)
+
+
+def _closing(send: Send) -> Send:
+    async def send_and_close(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), CLOSE]}
+        await send(message)
+
+    return send_and_close

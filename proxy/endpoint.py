@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import Any
 
@@ -92,6 +92,8 @@ class ProxyServices:
     draining: Draining
     peers: Peers
     """The other workers of this proxy."""
+    vital: list[asyncio.Task[None]] = field(default_factory=list)
+    """What finds engines and what asks them how they are: without these a proxy serves from its last look."""
 
 
 class GenerationEndpoint:

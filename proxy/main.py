@@ -19,7 +19,7 @@ from processes.child import die_with_parent
 from processes.listener import ListenError, bind_listener, inherited_listener
 from proxy.app import create_app
 from proxy.discovery.errors import DiscoverySetupError
-from proxy.draining import Draining
+from proxy.draining import ClosingConnections, Draining
 from proxy.http_protocol import HttpProtocol
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
@@ -122,8 +122,9 @@ def _raise_descriptor_limit() -> None:
 
 
 def _serve(settings: ProxySettings, app: FastAPI, listening: socket.socket) -> None:
+    draining: Draining = app.state.services.draining
     config = uvicorn.Config(
-        app,
+        ClosingConnections(app, draining),
         http=HttpProtocol,
         log_config=None,
         access_log=False,
@@ -131,12 +132,15 @@ def _serve(settings: ProxySettings, app: FastAPI, listening: socket.socket) -> N
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
-    server = DrainingServer(config, app.state.services.draining, settings.grace_s)
+    server = DrainingServer(config, draining, settings.grace_s)
     server.run(sockets=[listening])
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first signal it drains and then stops with status 0; on the second it stops at once."""
+    """On the first signal it drains and then stops with status 0; on the second it stops at once.
+
+    Connections end with what runs on them, idle ones at once, so that clients connect to another proxy.
+    """
 
     def __init__(self, config: uvicorn.Config, draining: Draining, grace_s: float) -> None:
         super().__init__(config)
@@ -157,7 +161,12 @@ class DrainingServer(uvicorn.Server):
         assert self._loop is not None
         if self._draining.has_begun:
             self.should_exit = self.force_exit = True
-        self._loop.call_soon_threadsafe(self._draining.begin)
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        self._draining.begin()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     async def _stop_when_drained(self) -> None:
         await self._draining.finish(self._grace_s)

@@ -16,8 +16,10 @@ ROLES: tuple[EngineRole, ...] = ("prompt", "completion", "normal")
 
 def add_operations(app: FastAPI, services: ProxyServices, version: str) -> None:
     @app.get("/health/live")
-    async def live() -> dict[str, str]:
-        return {"status": "alive"}
+    async def live() -> Response:
+        ended = [task.get_name() for task in services.vital if task.done()]
+        status = f"{' and '.join(ended)} ended, which no proxy can do without" if ended else "alive"
+        return json_response(to_json({"status": status}), 503 if ended else 200)
 
     @app.get("/health")
     @app.get("/health/ready")

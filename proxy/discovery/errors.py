@@ -16,7 +16,7 @@ class DiscoverySetupError(DiscoveryError):
 
 
 class ClusterRefused(DiscoveryError):
-    """`reason` is a word for metrics: `forbidden`, `unreachable`, `expired`, `cut`, `http_504`."""
+    """`reason` is a word for metrics: `forbidden`, `unreachable`, `cut`, `http_504`, `unexpected`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

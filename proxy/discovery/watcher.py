@@ -86,6 +86,9 @@ class SliceWatcher:
                 self._follow()
             except ClusterRefused as error:
                 self._note(error)
+            except Exception as error:  # without this thread nobody would ever hear of a change again
+                logger.debug("the cluster's client failed", exc_info=error)
+                self._note(ClusterRefused("unexpected", f"{type(error).__name__}: {error}"))
             num_failures = 0 if monotonic() - started_s > SOUND_WATCH_S else num_failures + 1
             self._stopping.wait(pause_s(num_failures, random.random()))
 

@@ -15,8 +15,18 @@ CHART = REPOSITORY / "helm" / "tandem"
 
 Manifest = dict[str, Any]
 
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+BASE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one written in C is ten times as fast."""
+
+
+class StrictLoader(BASE_LOADER):  # type: ignore[misc]
+    """Refuses a mapping that has a key twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = {key for key in keys if keys.count(key) > 1}
+        assert not twice, f"{sorted(twice)} given twice, line {node.start_mark.line}"
+        return dict(super().construct_mapping(node, deep))
 
 
 class HelmFailure(Exception):
@@ -53,7 +63,7 @@ def render(
         arguments += ["--values", str(file)]
     for name, value in (values or {}).items():
         arguments += ["--set-json", f"{name}={json.dumps(value)}"]
-    documents = yaml.load_all(run_helm(tools, *arguments), Loader=YAML_LOADER)
+    documents = yaml.load_all(run_helm(tools, *arguments), Loader=StrictLoader)
     return [document for document in documents if document]
 
 

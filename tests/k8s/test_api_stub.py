@@ -185,6 +185,22 @@ def applied(api: ApiStub, manager: str, data: dict[str, str], **query: str) -> h
     )
 
 
+def test_a_workload_that_would_not_find_its_own_pods_is_refused(api: ApiStub) -> None:
+    pod = {"containers": [{"name": "a", "image": "b"}]}
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "d"},
+        "spec": {
+            "selector": {"matchLabels": {"app": "x"}},
+            "template": {"metadata": {"labels": {"app": "y"}}, "spec": pod},
+        },
+    }
+    answer = http.post(f"{api.url}/apis/apps/v1/namespaces/default/deployments", json=deployment)
+    assert answer.status_code == 422
+    assert "does not match template" in answer.json()["message"]
+
+
 def test_apply_takes_out_what_its_manager_no_longer_applies(api: ApiStub) -> None:
     applied(api, "one", {"a": "1", "b": "1"})
     applied(api, "two", {"c": "2"})

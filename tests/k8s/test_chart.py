@@ -78,6 +78,67 @@ def test_a_setting_reaches_its_process_as_its_flag_would(tools: Tools) -> None:
 
 
 @pytest.mark.parametrize(
+    ("resources", "num_threads"),
+    [
+        ({"requests": {"cpu": "1500m"}, "limits": {"cpu": None}}, "2"),
+        ({"requests": {"cpu": "100m"}, "limits": {"cpu": 4}}, "4"),
+        ({"requests": {"cpu": 8}}, "8"),
+        ({"requests": {"cpu": 0.25}}, "1"),
+        ({"requests": {"cpu": None}}, None),
+    ],
+)
+def test_an_engine_has_as_many_threads_as_its_container_has_processors(
+    tools: Tools, resources: dict[str, Any], num_threads: str | None
+) -> None:
+    manifests = render(tools, values={"prompt.resources": resources})
+    given = variables(find(manifests, "Deployment", "rel-tandem-prompt"))
+    assert given.get("TANDEM_PROMPT_NUM_THREADS") == num_threads
+    manifests = render(tools, values={"prompt.resources": resources, "prompt.settings.num_threads": 3})
+    entries = container(find(manifests, "Deployment", "rel-tandem-prompt"))["env"]
+    assert [entry["value"] for entry in entries if entry["name"].endswith("NUM_THREADS")] == ["3"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(("given", "grace_s"), [({}, 30), ({"grace_s": None}, 30), ({"grace_s": 7.5}, 8)])
+def test_a_pod_is_killed_only_after_its_process_has_had_its_grace(
+    tools: Tools, role: str, given: dict[str, Any], grace_s: int
+) -> None:
+    assert SETTINGS[role].model_fields["grace_s"].default == 30
+    manifests = render(tools, values={f"{role}.settings": given, f"{role}.preStopSeconds": 4})
+    pod = find(manifests, "Deployment", f"rel-tandem-{role}")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 4 + grace_s + 10
+
+
+def test_a_gpu_fleets_proxies_wait_as_long_as_its_completion_engines(tools: Tools) -> None:
+    manifests = render(tools, files=[CHART / "values-gpu.yaml"])
+    proxy, completion = (
+        variables(find(manifests, "Deployment", f"rel-tandem-{role}"))[f"TANDEM_{role.upper()}_GRACE_S"]
+        for role in ("proxy", "completion")
+    )
+    assert proxy == completion == "300"
+
+
+def test_labels_of_a_role_win_over_common_ones(tools: Tools) -> None:
+    labels = {"commonLabels": {"team": "models", "stage": "live"}, "prompt.podLabels": {"team": "prompts"}}
+    manifests = render(tools, values=labels)
+    pods = {m["metadata"]["name"]: m["spec"]["template"]["metadata"]["labels"] for m in workloads(manifests)}
+    assert {name: (pod["team"], pod["stage"]) for name, pod in pods.items()} == {
+        "rel-tandem-proxy": ("models", "live"),
+        "rel-tandem-prompt": ("prompts", "live"),
+        "rel-tandem-completion": ("models", "live"),
+    }
+
+
+def test_without_an_account_of_its_own_a_pod_has_the_namespaces(tools: Tools) -> None:
+    values = {"proxy.serviceAccount.create": False, "prompt.serviceAccount": {"create": False, "name": "me"}}
+    manifests = render(tools, values=values)
+    accounts = [m["spec"]["template"]["spec"]["serviceAccountName"] for m in workloads(manifests)]
+    assert sorted(accounts) == ["default", "me", "rel-tandem-completion"]
+    (subject,) = find(manifests, "RoleBinding", "rel-tandem-proxy")["subjects"]
+    assert subject["name"] == "default"
+
+
+@pytest.mark.parametrize(
     ("values", "complaint"),
     [
         (
@@ -88,6 +149,10 @@ def test_a_setting_reaches_its_process_as_its_flag_would(tools: Tools) -> None:
         ({"prompt.settings": {"kv_bytes": 0}}, "/prompt/settings/kv_bytes"),
         ({"prompt.settings": {"transport": "carrier-pigeon"}}, "/prompt/settings/transport"),
         ({"completion.settings": {"service_token": "secret"}}, "'service_token' not allowed"),
+        ({"proxy.settings": {"worker_number": 1}}, "'worker_number' not allowed"),
+        ({"commonLabels": {"app.kubernetes.io/instance": "x"}}, "app.kubernetes.io/instance"),
+        ({"prompt.podLabels": {"app.kubernetes.io/component": "x"}}, "app.kubernetes.io/component"),
+        ({"prompt.podAnnotations": {"checksum/settings": "x"}}, "checksum/settings"),
         ({"completion.nodesPerEngine": 2}, "/completion/nodesPerEngine"),
         ({"model.source": "pvc"}, "/model"),
         ({"model.name": "other"}, "/model"),
@@ -96,6 +161,11 @@ def test_a_setting_reaches_its_process_as_its_flag_would(tools: Tools) -> None:
         ({"promt": {}}, "'promt' not allowed"),
         ({"ingress.enabled": True}, "/ingress"),
         ({"monitoring.podMonitor.enabled": True, "monitoring.serviceMonitor.enabled": True}, "/monitoring"),
+        ({"proxy.discovery": "static", "prompt.replicas": 2}, "proxy.discovery: static knows one engine"),
+        (
+            {"proxy.discovery": "static", "completion.autoscaling.hpa.enabled": True},
+            "proxy.discovery: static knows one engine",
+        ),
         ({"prompt.extraEnv": [{"name": "TANDEM_PROMPT_PORT", "value": "1"}]}, "prompt.settings"),
         (
             {
@@ -169,6 +239,21 @@ def test_without_the_api_there_are_no_rights(tools: Tools, discovery: str) -> No
     assert not {"Role", "RoleBinding"} & {kind for kind, _ in names(manifests)}
     urls = variables(find(manifests, "Deployment", "rel-tandem-proxy"))
     assert urls["TANDEM_PROXY_PROMPT_URL"] == "http://rel-tandem-prompt.default.svc:7001"
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+def test_a_route_goes_to_the_inference_pool_where_there_is_one(tools: Tools, has_pool: bool) -> None:
+    pool = {"inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}}} if has_pool else {}
+    route = {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}}
+    manifests = render(tools, values={**route, **pool})
+    (rule,) = find(manifests, "HTTPRoute", "rel-tandem-proxy")["spec"]["rules"]
+    kind, port = ("InferencePool", None) if has_pool else ("Service", 80)
+    (backend,) = rule["backendRefs"]
+    assert (backend.get("kind", "Service"), backend.get("port")) == (kind, port)
+    assert find(manifests, kind, backend["name"])["apiVersion"].partition("/")[0] in (
+        backend.get("group"),
+        "v1",
+    )
 
 
 def test_pods_are_nobody_without_privilege_also_with_rdma(tools: Tools) -> None:

@@ -203,6 +203,20 @@ def test_a_rolling_upgrade_of_both_roles_harms_no_stream(
     assert "killed after" not in cluster.kubelet_log()
 
 
+@long
+def test_a_rolling_upgrade_of_the_proxy_harms_no_stream_of_clients_that_keep_their_connections(
+    cluster: Cluster, url: str, expected: dict[Ask, str]
+) -> None:
+    (before,) = cluster.ready_pods("proxy")
+    with running_load(url, ASKS, expected) as load:
+        upgrade(cluster, "rolled", **{"proxy.podAnnotations": {"revision": "next"}})
+        eventually(lambda: len(cluster.all_pods("proxy")) == 1, "the old proxy has left", 60.0)
+        time.sleep(2.0)
+    (after,) = cluster.ready_pods("proxy")
+    assert after["metadata"]["name"] != before["metadata"]["name"]
+    load.assert_unharmed()
+
+
 def scale(cluster: Cluster, deployment: str, replicas: int) -> None:
     """As soon as the API server takes it."""
     path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{deployment}"

@@ -29,6 +29,13 @@ def test_the_proxys_requirements_are_some_of_the_packages_own() -> None:
     assert known - wanted == {"torch", "safetensors", "pyzmq", "rich", "xgrammar"}
 
 
+def test_the_proxys_build_without_isolation_has_what_the_build_needs() -> None:
+    wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]["requires"]
+    dockerfile = (REPOSITORY / "docker" / "proxy.Dockerfile").read_text()
+    assert wanted
+    assert all(f"'{requirement}'" in dockerfile for requirement in wanted)
+
+
 def test_the_proxy_starts_without_what_its_image_lacks() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], cwd=REPOSITORY, capture_output=True, text=True, timeout=60

@@ -80,6 +80,14 @@ def test_a_release_lives_from_install_to_uninstall(api: ApiStub, helm: Helm) -> 
     assert installed(api) == {kind: [] for kind in KINDS}
 
 
+def test_the_notes_name_what_clients_ask_for(helm: Helm) -> None:
+    model = {"source": "pvc", "name": "llama", "file": "gguf/llama-8b.gguf", "pvc": {"claimName": "models"}}
+    values = ("--set-json", f"model={json.dumps(model)}", "--set", "apiKeys.existingSecret=keys")
+    notes = helm("install", "rel", str(CHART), *values)
+    assert '{"model": "llama-8b",' in notes
+    assert '"authorization: Bearer $KEY"' in notes
+
+
 def test_a_failed_test_pod_fails_helm_test(tools: Tools, tmp_path: Path) -> None:
     with ApiStub(outcome_of_pod=lambda pod: "Failed") as api:
         environment = {"KUBECONFIG": str(api.kubeconfig(tmp_path / "kubeconfig"))}

@@ -125,3 +125,14 @@ async def _until_not_ready(running: Stack, position: int) -> None:
     async with asyncio.timeout(5):
         while running.services.directory.snapshot().engines[position].is_ready:
             await running.services.directory.wait_for_change()
+
+
+async def test_a_proxy_that_has_stopped_looking_after_its_engines_is_not_alive() -> None:
+    async with stack() as running:
+        assert (await running.client.get("/health/live")).json() == {"status": "alive"}
+        (directory,) = [task for task in running.services.vital if "Directory" in task.get_name()]
+        directory.cancel()
+        await until(directory.done)
+        dead = await running.client.get("/health/live")
+    assert dead.status_code == 503
+    assert dead.json()["status"].startswith("EngineDirectory ended")

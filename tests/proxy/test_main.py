@@ -103,6 +103,23 @@ async def test_sigterm_turns_it_unready_refuses_new_requests_and_lets_streams_fi
             assert await running.process.wait() == 0
 
 
+async def test_kept_connections_end_when_it_drains_and_later_ones_with_their_answer() -> None:
+    async with proxy_process() as running:
+        url = running.client.base_url
+        async with running.client.stream("POST", "/v1/completions", json=BODY) as response:
+            await anext(response.aiter_text())
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(b"GET /health/live HTTP/1.1\r\nhost: proxy\r\n\r\n")
+            assert b"connection: close" not in await reader.readuntil(b'alive"}')
+            running.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
+            writer.close()
+            refused = await running.client.post("/v1/completions", json=BODY)
+            assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+            running.finish.set()
+
+
 async def test_a_stream_that_outlives_the_grace_ends_with_an_error_frame() -> None:
     async with proxy_process("--grace-s", "0.2") as running:
         async with running.client.stream("POST", "/v1/completions", json=BODY) as response:

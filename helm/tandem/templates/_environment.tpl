@@ -29,6 +29,9 @@
 {{- if and (eq .role "proxy") .root.Values.apiKeys.existingSecret }}
 - {name: TANDEM_PROXY_API_KEYS_FILE, value: /etc/tandem/api-keys/{{ .root.Values.apiKeys.key }}}
 {{- end }}
+{{- with include "tandem.numThreads" . }}
+- {name: {{ $prefix }}NUM_THREADS, value: {{ . | quote }}}
+{{- end }}
 {{- range $name, $value := $values.settings }}
 {{- if not (kindIs "invalid" $value) }}
 - {name: {{ $prefix }}{{ upper $name }}, value: {{ include "tandem.settingText" $value | quote }}}
@@ -42,6 +45,19 @@
 {{- end }}
 {{- end }}
 
+{{/* An engine would count the node's processors, not those that its container may use. Whole ones of the limit, else of
+the request; empty where nothing says or `settings` does. */}}
+{{- define "tandem.numThreads" -}}
+{{- $values := index .root.Values .role -}}
+{{- $limits := $values.resources.limits | default dict -}}
+{{- $requests := $values.resources.requests | default dict -}}
+{{- $cpus := $limits.cpu | default $requests.cpu | default "" | toString -}}
+{{- if and (ne .role "proxy") $cpus (not $values.settings.num_threads) -}}
+{{- $count := hasSuffix "m" $cpus | ternary (divf (trimSuffix "m" $cpus) 1000) (float64 $cpus) -}}
+{{ max 1 (ceil $count | int) }}
+{{- end -}}
+{{- end }}
+
 {{- define "tandem.discoveryEnvironment" -}}
 {{- $discovery := .Values.proxy.discovery -}}
 {{- if eq $discovery "kubernetes" -}}
@@ -53,7 +69,13 @@
 {{- else -}}
 {{- if eq $discovery "dns" -}}
 - {name: TANDEM_PROXY_DISCOVERY, value: dns}
-{{ end -}}
+{{ else -}}
+{{- range $role := list "prompt" "completion" }}
+{{- if or (gt (int (index $.Values $role).replicas) 1) (include "tandem.isScaled" (dict "root" $ "role" $role)) }}
+{{- fail (printf "proxy.discovery: static knows one engine of each role, %s may have more; use kubernetes or dns" $role) }}
+{{- end }}
+{{- end }}
+{{- end -}}
 {{- range $role := list "prompt" "completion" }}
 {{- $engines := dict "root" $ "role" $role -}}
 - {name: TANDEM_PROXY_{{ upper $role }}_URL, value: "http://{{ include "tandem.name" $engines }}.{{ $.Release.Namespace }}.svc:{{ include "tandem.port" $engines }}"}

@@ -9,6 +9,11 @@ NAME is also what clients call it. */}}
 {{- end -}}
 {{- end }}
 
+{{/* What clients call it: that of a file is the file's. */}}
+{{- define "tandem.clientsModel" -}}
+{{- with .Values.model }}{{ ternary .name (.file | base | trimSuffix ".gguf") (empty .file) }}{{ end -}}
+{{- end }}
+
 {{- define "tandem.modelVolume" -}}
 {{- $model := .Values.model -}}
 {{- if eq $model.source "pvc" }}
@@ -56,7 +61,8 @@ NAME is also what clients call it. */}}
     - {name: REPOSITORY, value: {{ $download.repository | quote }}}
     - {name: REVISION, value: {{ $download.revision | quote }}}
     - {name: FOLDER, value: /models/{{ .root.Values.model.name }}}
-    - {name: WITHOUT_WEIGHTS, value: {{ and (eq .role "proxy") (not $download.claimName) (not (hasSuffix ".gguf" .root.Values.model.file)) | ternary "1" "" | quote }}}
+    - {name: FILE, value: {{ .root.Values.model.file | quote }}}
+    - {name: WITHOUT_WEIGHTS, value: {{ and (eq .role "proxy") (not $download.claimName) | ternary "1" "" | quote }}}
     - {name: HF_HOME, value: /tmp/huggingface}
     {{- with $download.endpoint }}
     - {name: HF_ENDPOINT, value: {{ . | quote }}}

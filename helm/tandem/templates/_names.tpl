@@ -44,7 +44,8 @@ labels:
 {{- end }}
 
 {{- define "tandem.serviceAccount" -}}
-{{- (index .root.Values .role).serviceAccount.name | default (include "tandem.name" .) -}}
+{{- $account := (index .root.Values .role).serviceAccount -}}
+{{- $account.name | default ($account.create | ternary (include "tandem.name" .) "default") -}}
 {{- end }}
 
 {{- define "tandem.image" -}}

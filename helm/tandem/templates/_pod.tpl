@@ -4,10 +4,7 @@
 metadata:
   labels:
     {{- include "tandem.selectorLabels" . | nindent 4 }}
-    {{- with .root.Values.commonLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-    {{- with $values.podLabels }}
+    {{- with mergeOverwrite (deepCopy .root.Values.commonLabels) $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
@@ -135,6 +132,7 @@ livenessProbe:
 {{/* The process has left before the kubelet kills it: the wait before SIGTERM, its own grace, and a margin. */}}
 {{- define "tandem.terminationGrace" -}}
 {{- $values := index .root.Values .role -}}
-{{- $grace := hasKey $values.settings "grace_s" | ternary $values.settings.grace_s 30 -}}
+{{- $grace := get $values.settings "grace_s" -}}
+{{- if not (kindIs "float64" $grace) }}{{ $grace = (kindIs "int64" $grace | ternary $grace 30) }}{{ end -}}
 {{ add $values.preStopSeconds (ceil $grace) 10 }}
 {{- end }}

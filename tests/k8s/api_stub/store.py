@@ -241,6 +241,7 @@ class Store:
             check_manifest(manifest, self.kubernetes_version)
         except InvalidManifest as error:
             raise ApiError(422, "Invalid", str(error)) from None
+        _check_selector(resource, manifest)
 
 
 def _owned_leaves(manifest: Manifest) -> list[tuple[Path, Any]]:
@@ -248,6 +249,16 @@ def _owned_leaves(manifest: Manifest) -> list[tuple[Path, Any]]:
     metadata = {k: v for k, v in manifest.get("metadata", {}).items() if k in ("labels", "annotations")}
     rest = {k: v for k, v in manifest.items() if k not in ("apiVersion", "kind", "metadata", "status")}
     return list(leaves({**rest, **({"metadata": metadata} if metadata else {})}))
+
+
+def _check_selector(resource: Resource, manifest: Manifest) -> None:
+    if resource.kind in ("Deployment", "StatefulSet", "ReplicaSet"):
+        spec = manifest["spec"]
+        labels = spec["template"]["metadata"].get("labels", {})
+        if not (spec["selector"].get("matchLabels") or {}).items() <= labels.items():
+            name = manifest["metadata"]["name"]
+            message = f'{resource.kind} "{name}" is invalid: `selector` does not match template `labels`'
+            raise ApiError(422, "Invalid", message)
 
 
 def _check_immutable(resource: Resource, old: Manifest, new: Manifest) -> None:

@@ -11,7 +11,7 @@ from proxy.discovery.errors import ClusterRefused, ListingExpired
 from proxy.discovery.slices import Changed, Deleted, EndpointSlice, Listed, SliceEndpoint
 from proxy.discovery.watcher import MAX_PAUSE_S, Reports, SliceWatcher, pause_s
 
-Answer = Listed | ClusterRefused | list[Changed | Deleted | ClusterRefused]
+Answer = Listed | Exception | list[Changed | Deleted | ClusterRefused]
 
 
 def piece(name: str, *numbers: int) -> EndpointSlice:
@@ -30,7 +30,7 @@ class Script:
     def list(self) -> Listed:
         answer = self._next()
         assert not isinstance(answer, list)
-        if isinstance(answer, ClusterRefused):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -109,6 +109,14 @@ def test_what_was_found_stays_while_nothing_can_be_asked() -> None:
     with Watched(first, [], *refusals, later) as watched:
         assert [watched.pods() for _ in range(2)] == [["pod-1"], ["pod-2"]]
     assert watched.failures == ["http_504", "forbidden"]
+
+
+def test_whatever_the_client_raises_does_not_end_the_watching() -> None:
+    mistake = RuntimeError("Token file exists but empty.")
+    first, later = Listed((piece("a", 1),), "7"), Listed((piece("a", 2),), "8")
+    with Watched(first, [], mistake, later) as watched:
+        assert [watched.pods() for _ in range(2)] == [["pod-1"], ["pod-2"]]
+    assert watched.failures == ["unexpected"]
 
 
 def test_nothing_is_reported_that_has_not_changed() -> None:
