@@ -254,9 +254,9 @@ async def test_slow_readers_delay_no_fast_one_and_are_given_up_at_their_backlog(
 
     async with pair_stack(first_token, completion, client_backlog_bytes=20_000) as running:
         slow = [asyncio.create_task(StuckReader(running).run()) for _ in range(50)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             answers = await asyncio.gather(*(running.complete(prompt="fast") for _ in range(20)))
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {"ab"}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.gather(*slow)
         assert running.metric("tandem_proxy_cancellations_total", stage="completion") == len(slow)
