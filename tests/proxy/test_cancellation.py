@@ -252,7 +252,9 @@ async def test_slow_readers_delay_no_fast_one_and_are_given_up_at_their_backlog(
             await call.tokens(position, ids("x"))
             await asyncio.sleep(0)
 
-    async with pair_stack(first_token, completion, client_backlog_bytes=20_000) as running:
+    async with pair_stack(
+        first_token, completion, client_backlog_bytes=20_000, connect_timeout_s=60.0
+    ) as running:
         slow = [asyncio.create_task(StuckReader(running).run()) for _ in range(50)]
         async with asyncio.timeout(30):
             answers = await asyncio.gather(*(running.complete(prompt="fast") for _ in range(20)))

@@ -64,7 +64,7 @@ async def leave(running: Stack, num_clients: int) -> None:
 @pytest.mark.parametrize("has_link", [False, True])
 async def test_clients_that_connect_and_leave_pin_nothing_and_leak_no_descriptor(has_link: bool) -> None:
     engines = [MockEngine("prompt", first_tokens), MockEngine("completion", endless, has_link=has_link)]
-    async with stack(*engines, max_migrations=5) as running:
+    async with stack(*engines, max_migrations=5, connect_timeout_s=60.0) as running:
         services, process = running.services, psutil.Process()
         await leave(running, NUM_CLIENTS // 10)
         await until(lambda: num_idle_tasks() <= 40)

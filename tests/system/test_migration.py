@@ -25,7 +25,7 @@ def stack() -> Iterator[RunningStack]:
     with RunningStack(
         dtype="fp32",
         completion_engines=2,
-        extra={"completion": ("--grace-s", str(GRACE_S)), "proxy": ("--migration-wait-s", "60")},
+        extra={"completion": ("--grace-s", str(GRACE_S)), "proxy": ("--migration-wait-s", "150")},
     ) as stack:
         yield stack
 
