@@ -1,22 +1,11 @@
-"""`python -m completion_service`: the HTTP process of the completion service."""
+"""`python -m completion_service`."""
 
 import sys
 
-from completion_service.app import create_app
-from completion_service.settings import CompletionServiceSettings
-from engine.serving.server import run_service
-from engine.serving.supervisor import EngineSupervisor
-from settings.loading import load_settings
-
-PROGRAM = "completion_service"
-
-
-def main(argv: list[str]) -> int:
-    settings = load_settings(CompletionServiceSettings, PROGRAM, argv)
-    supervisor = EngineSupervisor(settings, settings.engine)
-    app = create_app(settings.engine, supervisor, settings.max_body_bytes)
-    return run_service(app, supervisor, PROGRAM, settings)
-
+from processes.first_process import end_when_told
 
 if __name__ == "__main__":
+    end_when_told()
+    from completion_service.main import main
+
     sys.exit(main(sys.argv[1:]))

@@ -29,23 +29,38 @@ for image in proxy engine; do
     "${PODMAN[@]}" build "${arguments[@]}" -f "docker/$image.Dockerfile" -t "tandem-$image" .
 done
 
-# As the chart has it. podman's own limits are above what root may have in many a container.
-run=(run --detach --network host --read-only --tmpfs /tmp:rw,exec --tmpfs /dev/shm:rw --user 10001:10001 --cap-drop all --security-opt no-new-privileges --ulimit nofile=4096:4096 --ulimit nproc=4096:4096)
-trap '"${PODMAN[@]}" rm --force --time 5 try-prompt try-completion try-proxy >/dev/null 2>&1 || true' EXIT
-"${PODMAN[@]}" "${run[@]}" --name try-prompt tandem-engine python -m prompt_service --num-threads 1 --port 17001
-"${PODMAN[@]}" "${run[@]}" --name try-completion tandem-engine python -m completion_service --num-threads 1 --port 17002
-"${PODMAN[@]}" "${run[@]}" --name try-proxy tandem-proxy python -m proxy --port 18000 \
+# As the chart has it with values-cpu-demo.yaml: settings, and limits that add up to less than 2 CPUs and 4 GiB (a test
+# compares). podman's own limits of descriptors and processes are above what root may have in many a container.
+run=(run --detach --network host --read-only --tmpfs /tmp:rw,exec --user 10001:10001 --cap-drop all --security-opt no-new-privileges --ulimit nofile=4096:4096 --ulimit nproc=4096:4096)
+engine=("${run[@]}" --tmpfs /dev/shm:rw,size=64m --cpus 0.75 --memory 1600m --memory-swap 1600m)
+settings=(--kv-bytes 134217728 --num-threads 1 --max-num-seqs 16 --transport zmq)
+names=(prompt completion proxy)
+trap '"${PODMAN[@]}" rm --force --time 5 "${names[@]/#/try-}" >/dev/null 2>&1 || true' EXIT
+started=$SECONDS
+"${PODMAN[@]}" "${engine[@]}" --name try-prompt tandem-engine python -m prompt_service "${settings[@]}" --port 17001
+"${PODMAN[@]}" "${engine[@]}" --name try-completion tandem-engine python -m completion_service "${settings[@]}" --port 17002
+"${PODMAN[@]}" "${run[@]}" --cpus 0.35 --memory 640m --memory-swap 640m --name try-proxy tandem-proxy python -m proxy --port 18000 \
     --prompt-url http://127.0.0.1:17001 --completion-url http://127.0.0.1:17002
 for _ in $(seq 180); do
     if curl -sf --noproxy '*' http://127.0.0.1:18000/health/ready >/dev/null; then break; fi
     sleep 1
 done
-for name in prompt completion proxy; do "${PODMAN[@]}" logs --tail 3 "try-$name"; done
+echo "ready after $((SECONDS - started)) s"
+for name in "${names[@]}"; do "${PODMAN[@]}" logs --tail 3 "try-$name"; done
 PROXY_URL=http://127.0.0.1:18000 python3 helm/tandem/files/ask.py
 [ "$(uname -m)" != x86_64 ] || curl -sf --noproxy '*' http://127.0.0.1:17001/info | grep -o '"kernels":"native"'
 "${PODMAN[@]}" exec try-prompt sh -c 'id -u; touch /opt/x 2>&1 || true'
+for name in "${names[@]}"; do
+    "${PODMAN[@]}" exec "try-$name" sh -c 'cat /sys/fs/cgroup/memory/memory.max_usage_in_bytes /sys/fs/cgroup/memory.peak 2>/dev/null' |
+        sed "s/^/$name has used at most so many bytes: /"
+done
+# One that is told to end while it still imports: 143, and not 137 a minute later.
+"${PODMAN[@]}" "${run[@]}" --name try-early tandem-engine python -m prompt_service --port 17003
+sleep 0.7
+"${PODMAN[@]}" stop --time 60 try-early
+names+=(early)
 "${PODMAN[@]}" stop --time 60 try-proxy try-completion try-prompt
-for name in prompt completion proxy; do
+for name in "${names[@]}"; do
     echo "$name left with $("${PODMAN[@]}" inspect --format '{{.State.ExitCode}}' "try-$name")"
 done
 "${PODMAN[@]}" images

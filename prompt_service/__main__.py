@@ -1,22 +1,11 @@
-"""`python -m prompt_service`: the HTTP process of the prompt service."""
+"""`python -m prompt_service`."""
 
 import sys
 
-from engine.serving.server import run_service
-from engine.serving.supervisor import EngineSupervisor
-from prompt_service.app import create_app
-from prompt_service.settings import PromptServiceSettings
-from settings.loading import load_settings
-
-PROGRAM = "prompt_service"
-
-
-def main(argv: list[str]) -> int:
-    settings = load_settings(PromptServiceSettings, PROGRAM, argv)
-    supervisor = EngineSupervisor(settings, "prompt")
-    app = create_app(supervisor, settings.max_body_bytes)
-    return run_service(app, supervisor, PROGRAM, settings)
-
+from processes.first_process import end_when_told
 
 if __name__ == "__main__":
+    end_when_told()
+    from prompt_service.main import main
+
     sys.exit(main(sys.argv[1:]))

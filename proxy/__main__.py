@@ -1,6 +1,9 @@
 """`python -m proxy`."""
 
-from proxy.main import main
+from processes.first_process import end_when_told
 
 if __name__ == "__main__":
+    end_when_told()
+    from proxy.main import main
+
     raise SystemExit(main())

@@ -194,7 +194,18 @@ def test_names_are_those_of_services_and_labels(tools: Tools, release: str) -> N
 
 
 def test_names_of_two_releases_in_one_namespace_never_meet(tools: Tools) -> None:
-    releases = ["a.b", "a-b", "x" * 53, "x" * 52, "tandem", "tandem-tandem"]
+    releases = [
+        "a.b",
+        "a-b",
+        "x" * 53,
+        "x" * 52,
+        "tandem",
+        "tandem-tandem",
+        "a-tandem",
+        "tandem-a",
+        "a",
+        "a-b-tandem",
+    ]
     seen = [name for release in releases for name in names(render(tools, release))]
     assert len(seen) == len(set(seen))
 

@@ -5,6 +5,9 @@ import subprocess
 import sys
 import tomllib
 
+import yaml
+
+from tests.k8s.chart import CHART
 from tests.k8s.tools import REPOSITORY
 
 WITHOUT_TORCH = """
@@ -41,3 +44,15 @@ def test_the_proxy_starts_without_what_its_image_lacks() -> None:
         [sys.executable, "-c", WITHOUT_TORCH], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "smollm2-135m-instruct\n", done.stderr
+
+
+def test_the_images_are_tried_with_the_demos_settings_and_limits() -> None:
+    script = (REPOSITORY / "docker" / "try.sh").read_text()
+    values = yaml.safe_load((CHART / "values-cpu-demo.yaml").read_text())
+    for role in ("proxy", "prompt", "completion"):
+        limits = values[role]["resources"]["limits"]
+        cpus, mebibytes = float(limits["cpu"][:-1]) / 1000, limits["memory"][:-2]
+        assert f"--cpus {cpus:g} --memory {mebibytes}m --memory-swap {mebibytes}m" in script
+    assert values["prompt"]["settings"] == values["completion"]["settings"]
+    settings = values["prompt"]["settings"].items()
+    assert " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings) in script

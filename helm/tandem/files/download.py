@@ -6,7 +6,10 @@ Only what Tandem reads: many repositories have the same weights in several forma
 import os
 import sys
 
-from huggingface_hub import snapshot_download
+from processes.first_process import end_when_told
+
+end_when_told()
+from huggingface_hub import snapshot_download  # noqa: E402
 
 folder, file = os.environ["FOLDER"], os.environ["FILE"]
 texts = ["*.json", "*.jinja"]

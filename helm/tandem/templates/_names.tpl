@@ -3,9 +3,11 @@ Names and labels. Most templates here take (dict "root" $ "role" ROLE), ROLE bei
 */}}
 
 {{/* At most 40 characters that a Service may have as its name. Where the release's name had to be changed, a hash of it
-tells "a.b" from "a-b". */}}
+tells "a.b" from "a-b". A release whose name has "tandem" in it keeps it, but for an end of "-tandem", which is what "x"
+would become. */}}
 {{- define "tandem.fullname" -}}
-{{- $wanted := .Values.fullnameOverride | default (contains "tandem" .Release.Name | ternary .Release.Name (printf "%s-tandem" .Release.Name)) -}}
+{{- $isWhole := and (contains "tandem" .Release.Name) (not (hasSuffix "-tandem" .Release.Name)) -}}
+{{- $wanted := .Values.fullnameOverride | default ($isWhole | ternary .Release.Name (printf "%s-tandem" .Release.Name)) -}}
 {{- $name := $wanted | lower | replace "." "-" -}}
 {{- if regexMatch "^[^a-z]" $name }}{{ $name = printf "r%s" $name }}{{ end -}}
 {{- if or (ne $name $wanted) (gt (len $name) 40) -}}

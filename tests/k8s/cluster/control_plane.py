@@ -167,7 +167,7 @@ class ControlPlane:
             "--use-service-account-credentials=false",
             "--leader-elect=false",
             "--controllers=*",
-            "--horizontal-pod-autoscaler-sync-period=2s",
+            "--horizontal-pod-autoscaler-sync-period=1s",
             "--horizontal-pod-autoscaler-initial-readiness-delay=1s",
             "--node-monitor-grace-period=40s",
             "--feature-gates=EndpointSliceTerminatingCondition=true",

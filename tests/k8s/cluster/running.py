@@ -97,6 +97,14 @@ class Cluster:
         (copy / "Chart.yaml").write_text(yaml.safe_dump(metadata))
         return copy
 
+    def leave_no_grace(self) -> None:
+        """From here on the chart has pods killed as soon as they are to go."""
+        template = self.chart / "templates" / "_pod.tpl"
+        text = template.read_text()
+        computed = '{{ include "tandem.terminationGrace" . }}'
+        assert text.count(computed) == 1
+        template.write_text(text.replace(computed, "0"))
+
     def helm(self, *arguments: str) -> str:
         """What helm printed; an AssertionError with its errors and the pods' logs where it failed."""
         done = subprocess.run(
@@ -154,6 +162,11 @@ class Cluster:
         return "\n".join(
             f"== {path.parent.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths
         )
+
+    def log_of(self, pod_name: str) -> str:
+        """All that its engine has said; also after it left."""
+        (path,) = (self.folder / "pods").glob(f"{pod_name}-*/engine.log")
+        return path.read_text(errors="replace")
 
     def kubelet_log(self) -> str:
         assert self._kubelet is not None
