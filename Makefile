@@ -65,7 +65,7 @@ chaos: setup
 	$(BIN)/python -m pytest --timeout 0 -n 0 -m chaos tests/chaos tests/kv_transfer $(ARGS)
 	TANDEM_NUM_CANCELLED=1000 $(BIN)/python -m pytest --timeout 0 -n 0 tests/system/test_failures.py -k t4 $(ARGS)
 
-# Everything on a real Kubernetes control plane, the control without drains included; see TANDEM_K8S_BINARIES.
+# Only the tests on a real Kubernetes control plane, which `make test` has, too; see TANDEM_K8S_BINARIES.
 cluster: setup
 	$(BIN)/python -m pytest --timeout 0 -m cluster tests/k8s $(ARGS)
 

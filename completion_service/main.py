@@ -1,7 +1,5 @@
 """The HTTP process of the completion service."""
 
-import sys
-
 from completion_service.app import create_app
 from completion_service.settings import CompletionServiceSettings
 from engine.serving.server import run_service

@@ -1,7 +1,5 @@
 """The HTTP process of the prompt service."""
 
-import sys
-
 from engine.serving.server import run_service
 from engine.serving.supervisor import EngineSupervisor
 from prompt_service.app import create_app

@@ -4,15 +4,17 @@ One cluster for all tests, in the order in which they stand: each takes the rele
 """
 
 import re
+import shlex
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from tests.k8s.cluster.api import ApiFailure
 from tests.k8s.cluster.conditions import ClusterImpossible, cluster_programs, say_loudly
 from tests.k8s.cluster.control_plane import eventually
-from tests.k8s.cluster.load import Ask, running_load, undisturbed
+from tests.k8s.cluster.load import READ_TIMEOUT_S, Ask, running_load, undisturbed
 from tests.k8s.cluster.network import NodeNetwork
 from tests.k8s.cluster.observed import all_engines, engine_urls, engines_by_address, may, scale
 from tests.k8s.cluster.running import CHART, NAMESPACE, RELEASE, Cluster
@@ -106,6 +108,24 @@ def test_an_installed_release_passes_its_own_test_and_streams(cluster: Cluster, 
         "Paris" in undisturbed(url, [Ask("The capital of France is", 8)])[Ask("The capital of France is", 8)]
     )
     assert engine_urls(url) == all_engines(cluster)
+
+
+def test_the_line_that_the_notes_give_is_answered(cluster: Cluster, url: str) -> None:
+    notes = cluster.helm("get", "notes", RELEASE)
+    assert f"port-forward service/{PROXY} 8000:{url.rpartition(':')[2]}" in notes
+    line = notes[notes.index("curl -N") : notes.index("One completion")]
+    arguments = shlex.split(line.replace("\\\n", " "))
+    address, body = arguments[2], arguments[arguments.index("-d") + 1]
+    answer = httpx.post(
+        address.replace("http://127.0.0.1:8000", url),
+        content=body,
+        headers={"content-type": "application/json"},
+        timeout=READ_TIMEOUT_S,
+        trust_env=False,
+    )
+    assert answer.status_code == 200
+    assert "Paris" in answer.text
+    assert answer.text.rstrip().endswith("data: [DONE]")
 
 
 def test_pods_stay_within_their_memory(cluster: Cluster) -> None:

@@ -1,6 +1,7 @@
 """Clients that keep streaming while something happens, and what became of every stream."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
+
+logger = logging.getLogger(__name__)
 
 MODEL = "smollm2-135m-instruct"
 READ_TIMEOUT_S = 120.0
@@ -110,6 +113,9 @@ def running_load(url: str, asks: Sequence[Ask], expected: dict[Ask, str] | None 
         load.stop()
         for thread in threads:
             thread.join(READ_TIMEOUT_S)
+        logger.info(
+            "%d streams as expected, failed: %s, changed: %s", load.num_ok, load.failures, load.changed
+        )
 
 
 def undisturbed(url: str, asks: Sequence[Ask]) -> dict[Ask, str]:
