@@ -13,6 +13,7 @@ import sys
 import threading
 from typing import TypedDict
 
+from kv_transfer.events import Failed
 from kv_transfer.offers import Offer
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
@@ -104,7 +105,8 @@ def serve_sink(setup: Setup, pool: Pool) -> None:
 
     def report() -> None:
         for event in sink.events() if sink is not None else []:
-            say(type(event).__name__, event.handover_id)
+            is_safe = (event.blocks_safe,) if isinstance(event, Failed) else ()
+            say(type(event).__name__, event.handover_id, *is_safe)
 
     sink = HandoverSink(
         identity("completion-0", setup["epoch"]),
