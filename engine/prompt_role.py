@@ -62,7 +62,7 @@ class PromptHandover:
         self._request_ids[handover_id] = request.request_id
         self._handover_ids[request.request_id] = handover_id
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, keeps_handover: bool = False) -> None:
         handover_id = self._handover_ids.get(request_id)
         if handover_id is not None:
             self.withdraw(handover_id)
@@ -83,7 +83,9 @@ class PromptHandover:
             num_blocks = cache.num_tokens // cache.block_size
             if num_blocks:
                 self._source.announce(
-                    Announcement(handover_id, sequence.num_tokens, cache.block_table[:num_blocks])
+                    Announcement(
+                        handover_id, sequence.num_tokens, cache.block_table[:num_blocks], cache.num_resets
+                    )
                 )
 
     def after_step(self, prompts_done: Items[Sequence], ended: Items[Sequence]) -> None:
@@ -152,6 +154,7 @@ class PromptHandover:
                 block_ids=sequence.cache.block_table,
                 state_slot=sequence.cache.state_id,
                 first_tokens=self._choices.starts(sequence),
+                attempt=sequence.cache.num_resets,
             )
         )
 

@@ -15,6 +15,7 @@ class _Job:
     tokens: TokenDigests
     block_ids: BlockIds
     """Of what is computed."""
+    attempt: int
     offer: Offer | None = None
     is_unwanted: bool = False
 
@@ -37,11 +38,11 @@ class OfferDigests:
         return any(job.offer is not None or job.has_work for job in self._jobs.values())
 
     def announce(self, announcement: Announcement, block_ids: BlockIds) -> None:
-        self._job(announcement.handover_id, announcement.num_tokens, block_ids)
+        self._job(announcement, block_ids)
 
     def offer(self, offer: Offer, block_ids: BlockIds) -> None:
         """`work` returns it when its digests are known."""
-        self._job(offer.handover_id, offer.num_tokens, block_ids).offer = offer
+        self._job(offer, block_ids).offer = offer
 
     def withdraw(self, handover_id: str) -> None:
         """One that was offered still comes out of `work`, whose receiver knows that it ended."""
@@ -65,12 +66,16 @@ class OfferDigests:
                 ready.append((job.offer, job.block_ids, job.tokens.found + state))
         return ready
 
-    def _job(self, handover_id: str, num_tokens: int, block_ids: BlockIds) -> _Job:
-        job = self._jobs.get(handover_id)
-        if job is None or not np.array_equal(block_ids[: job.block_ids.size], job.block_ids):
-            # New, or computed once more into other blocks.
-            group = tokens_per_digest(num_tokens, self._block_size)
-            tokens = TokenDigests(self._kv, self._block_size, num_tokens=num_tokens, group=group)
-            job = self._jobs[handover_id] = _Job(tokens, block_ids)
+    def _job(self, told: Announcement | Offer, block_ids: BlockIds) -> _Job:
+        job = self._jobs.get(told.handover_id)
+        if job is None or not _goes_on(job, told.attempt, block_ids):
+            group = tokens_per_digest(told.num_tokens, self._block_size)
+            tokens = TokenDigests(self._kv, self._block_size, num_tokens=told.num_tokens, group=group)
+            job = self._jobs[told.handover_id] = _Job(tokens, block_ids, told.attempt)
         job.block_ids = block_ids
         return job
+
+
+def _goes_on(job: _Job, attempt: int, block_ids: BlockIds) -> bool:
+    """False where the prompt was computed once more."""
+    return job.attempt == attempt and np.array_equal(block_ids[: job.block_ids.size], job.block_ids)

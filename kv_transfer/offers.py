@@ -13,12 +13,14 @@ class Announcement:
     """The first blocks of a prompt of `num_tokens` tokens that is still being computed.
 
     `block_ids` are all whole blocks whose KV is written, in sequence order. They stay so until the prompt is
-    offered or withdrawn; an announcement that does not begin with those of the last one makes those void.
+    offered or withdrawn, or computed once more, which is another `attempt`: then they may have held something
+    else meanwhile, be they the same. What was announced of another attempt, or of other blocks, is void.
     """
 
     handover_id: str
     num_tokens: int
     block_ids: Sequence[int] | BlockIds
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Offer:
 
     `block_ids` are the engine's blocks in sequence order, `ceil(num_tokens / block_size)` of them, none of
     them the null block 0. `first_tokens` are those of the choices that go on from this prompt, at least one;
-    blocks that are lent from a cache have none.
+    blocks that are lent from a cache have none. `attempt` as of an announcement.
     """
 
     handover_id: str
@@ -35,6 +37,7 @@ class Offer:
     block_ids: Sequence[int] | BlockIds
     state_slot: int | None
     first_tokens: tuple[ChoiceStart, ...]
+    attempt: int = 0
 
 
 def check_announcement(announcement: Announcement, block_size: int, regions: Sequence[Region]) -> BlockIds:

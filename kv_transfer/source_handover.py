@@ -23,6 +23,8 @@ class Pinned:
     generation: int = 0
     reader: ReaderId | None = None
     withdrawn: bool = False
+    attempt: int = 0
+    """At computing the prompt: what was announced of another one is void."""
 
     def hold(self, reader: ReaderId, generation: int, until_s: float) -> None:
         self.reader, self.generation, self.expires_s = reader, generation, until_s

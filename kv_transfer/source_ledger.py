@@ -87,11 +87,13 @@ class SourceLedger:
         self._counters.announcements += 1
         pinned = self._pinned.get(handover_id)
         if pinned is not None:
-            self._extend(pinned, block_ids, None, now_s)
+            self._extend(pinned, block_ids, None, announcement.attempt, now_s)
         elif self._has_no_taker(handover_id):
             return  # its offer will end at once, unless someone asks for it until then
         else:
-            self._pin(Pinned(handover_id, announcement.num_tokens, block_ids, None, math.inf), now_s)
+            growing = Pinned(handover_id, announcement.num_tokens, block_ids, None, math.inf)
+            growing.attempt = announcement.attempt
+            self._pin(growing, now_s)
 
     def offer(self, offer: Offer, block_ids: BlockIds, now_s: float, digests: bytes = b"") -> None:
         handover_id = offer.handover_id
@@ -99,7 +101,7 @@ class SourceLedger:
         self._counters.offers += 1
         pinned = self._pinned.get(handover_id)
         if pinned is not None:
-            self._extend(pinned, block_ids, ending, now_s)
+            self._extend(pinned, block_ids, ending, offer.attempt, now_s)
             return
         has_no_taker, ended = self._has_no_taker(handover_id), self._ended.get(handover_id)
         until_s = now_s + self._settings.lease_s
@@ -208,14 +210,17 @@ class SourceLedger:
         if waiter is not None:
             self._grant(waiter.reader, pinned, now_s)
 
-    def _extend(self, pinned: Pinned, block_ids: BlockIds, ending: Ending | None, now_s: float) -> None:
+    def _extend(
+        self, pinned: Pinned, block_ids: BlockIds, ending: Ending | None, attempt: int, now_s: float
+    ) -> None:
         """More of a growing hand-over is computed, or all of it."""
         assert pinned.ending is None, f"hand-over {pinned.handover_id} is offered already"
         known, pinned.block_ids, pinned.ending = pinned.block_ids, block_ids, ending
+        is_same, pinned.attempt = pinned.attempt == attempt, attempt
         if pinned.reader is None:
             pinned.let_go(now_s + self._settings.lease_s)
-        elif not np.array_equal(block_ids[: known.size], known):
-            # Computed once more, into other blocks: what was announced is no longer this prompt's.
+        elif not (is_same and np.array_equal(block_ids[: known.size], known)):
+            # Computed once more, be it into the same blocks: others may have had them while they were read.
             self._turn_away(pinned.reader, pinned.handover_id, pinned.generation, "superseded")
             pinned.let_go(now_s + self._settings.lease_s)
         elif ending is not None or block_ids.size > known.size:  # a chunk may end inside a known block

@@ -23,7 +23,7 @@ class CacheLedger:
     """
 
     __slots__ = (
-        "_num_tokens", "_row", "_rows", "block_size", "hit_tokens", "last_copied_state_token",
+        "_num_tokens", "_row", "_rows", "block_size", "hit_tokens", "last_copied_state_token", "num_resets",
         "previous_num_tokens", "swa_valid_start", "was_admitted",
     )  # fmt: skip
 
@@ -33,6 +33,8 @@ class CacheLedger:
         """Leading tokens that were found cached when the sequence was first admitted."""
         self.was_admitted = False
         """`hit_tokens` is final: a recomputation finds what the sequence itself has left."""
+        self.num_resets = 0
+        """How often everything was given up, to be computed once more."""
         self.swa_valid_start = 0
         """Tokens before it, whole blocks of them, no layer will see again: their blocks hold nothing."""
         self.last_copied_state_token = 0
@@ -73,6 +75,7 @@ class CacheLedger:
         self.set_num_tokens(self.previous_num_tokens + num_tokens)
 
     def reset(self) -> None:
+        self.num_resets += 1
         self.set_num_tokens(0)
         if not self.was_admitted:
             self.hit_tokens = 0

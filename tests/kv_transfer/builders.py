@@ -200,8 +200,10 @@ class Pair:
         ids = check_offer(item, self.identity.block_size, self.pool.regions)
         self.source.ledger.offer(item, ids, self.now_s)
 
-    def announce(self, block_ids: Sequence[int], num_tokens: int = 6, handover_id: str = "h") -> None:
-        item = Announcement(handover_id, num_tokens, block_ids)
+    def announce(
+        self, block_ids: Sequence[int], num_tokens: int = 6, handover_id: str = "h", attempt: int = 0
+    ) -> None:
+        item = Announcement(handover_id, num_tokens, block_ids, attempt)
         ids = check_announcement(item, self.identity.block_size, self.pool.regions)
         self.source.ledger.announce(item, ids, self.now_s)
 

@@ -1,5 +1,7 @@
 """Prompts that are read while they are computed, message by message, on a clock that only the test moves."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -255,6 +257,28 @@ def test_second_reader_takes_over_in_the_middle(pair: Pair) -> None:
     second.pull(LOCAL_BLOCKS)
     pair.run()
     assert second.take_events() == [OFFERED, Arrived("h", FIRST)]
+
+
+def test_prompt_that_is_computed_again_in_the_same_blocks_voids_what_was_announced(pair: Pair) -> None:
+    """They were another prompt's meanwhile, and may have been read then."""
+    pulling(pair)
+    pair.announce(SOURCE_BLOCKS[:2], NUM_TOKENS, attempt=1)
+    pair.run()
+    assert failure(pair.reader).reason == "superseded"
+    second = pair.add_reader()
+    second.request()
+    pair.run()
+    second.pull(LOCAL_BLOCKS)
+    pair.offer(replace(offer("h", NUM_TOKENS, SOURCE_BLOCKS), attempt=1))
+    pair.run()
+    assert isinstance(second.take_events()[-1], Arrived)
+
+
+def test_prompt_that_is_computed_again_as_a_whole_voids_what_was_announced(pair: Pair) -> None:
+    pulling(pair)
+    pair.offer(replace(offer("h", NUM_TOKENS, SOURCE_BLOCKS), attempt=1))
+    pair.run()
+    assert failure(pair.reader).reason == "superseded"
 
 
 def test_prompt_that_is_computed_again_elsewhere_voids_what_was_announced(pair: Pair) -> None:

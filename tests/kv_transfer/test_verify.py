@@ -168,6 +168,18 @@ def test_a_prompt_that_is_computed_once_more_elsewhere_is_hashed_again() -> None
     assert found == source_digests([side.region], 4, 8, moved, None)
 
 
+def test_a_prompt_that_is_computed_once_more_in_the_same_blocks_is_hashed_again() -> None:
+    side = Side(4, 17)
+    queue = OfferDigests([side.region], 4)
+    ids = np.array([1, 2], dtype=np.int32)
+    queue.announce(Announcement("h", 8, (1,)), ids[:1])
+    queue.work()
+    side.kv[1] ^= 1
+    queue.offer(Offer("h", 8, (1, 2), None, FIRST, attempt=1), ids)
+    ((_, _, found),) = queue.work()
+    assert found == source_digests([side.region], 4, 8, ids, None)
+
+
 def test_a_withdrawn_offer_comes_out_without_being_hashed() -> None:
     side = Side(4, 17)
     queue = OfferDigests([side.region], 4)
