@@ -196,7 +196,8 @@ class LinkedStream:
             self._pass_on(item)
 
     def close(self) -> None:
-        self._link.close_request(self._request_id)
+        """The proxy of a link passes the hand-over on, or tells the prompt engine that nobody takes it."""
+        self._link.close_request(self._request_id, keeps_handover=True)
         self._session.metrics.count_request(self._outcome)
 
     def _pass_on(self, output: RequestOutput) -> None:

@@ -98,12 +98,12 @@ class CompletionHandover:
         self._handover_ids[request.request_id] = handover_id
         self._sink.request(handover_id, prompt_engine, self._limits.wait_s)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, keeps_handover: bool = False) -> None:
         handover_id = self._handover_ids.pop(request_id, None)
         if handover_id is None:
             self._scheduler.abort(request_id)
         else:
-            self._leave(self._arrivals[handover_id])
+            self._leave(self._arrivals[handover_id], keeps_handover=keeps_handover)
 
     def withdraw(self, handover_id: str) -> None:
         pass  # a prompt engine's business; here a hand-over ends by the abort of its request
@@ -146,6 +146,10 @@ class CompletionHandover:
         return self._sink.peers()
 
     def close(self) -> None:
+        """What has not arrived is left to other completion engines."""
+        for arrival in self._arrivals.values():
+            if arrival.stage != "leaving":
+                self._leave(arrival, keeps_handover=True)
         self._sink.close()
         if self._lender is not None:
             self._lender.close()
@@ -262,8 +266,7 @@ class CompletionHandover:
         """No room: another completion engine may take this hand-over while its lease lives."""
         request_id = arrival.sequence.request_id
         self._handover_ids.pop(request_id, None)
-        arrival.stage = "leaving"
-        self._sink.decline(arrival.handover_id)
+        self._leave(arrival, keeps_handover=True)
         return _failure(
             request_id,
             503,
@@ -277,10 +280,16 @@ class CompletionHandover:
         self._leave(arrival)
         return _failure(request_id, status, code, message)
 
-    def _leave(self, arrival: Arrival) -> None:
-        """Let go of a hand-over at any stage; `Reclaimable` will say when its blocks are free of reads."""
+    def _leave(self, arrival: Arrival, *, keeps_handover: bool = False) -> None:
+        """Let go of a hand-over at any stage; `Reclaimable` will say when its blocks are free of reads.
+
+        `keeps_handover`: the prompt engine keeps it for another reader, for one lease.
+        """
         arrival.stage = "leaving"
-        self._sink.abandon(arrival.handover_id)
+        if keeps_handover:
+            self._sink.decline(arrival.handover_id)
+        else:
+            self._sink.abandon(arrival.handover_id)
 
     def _forget(self, arrival: Arrival) -> None:
         if arrival.sequence.holds_blocks:

@@ -22,8 +22,11 @@ class HandoverEvents(Protocol):
         `RequestError` where its id is in use.
         """
 
-    def abort(self, request_id: str) -> None:
-        """The client is gone. Blocks go back when no step and no transfer can touch them."""
+    def abort(self, request_id: str, *, keeps_handover: bool = False) -> None:
+        """Nobody wants it here. Blocks go back when no step and no transfer can touch them.
+
+        `keeps_handover`: those of the prompt engine stay for another reader.
+        """
 
     def withdraw(self, handover_id: str) -> None:
         """Nobody will take this hand-over; an id that is not held here is ignored."""
@@ -78,7 +81,7 @@ class NoHandover:
     def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
         self._scheduler.add_sequence(sequence, now_s)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, keeps_handover: bool = False) -> None:
         self._scheduler.abort(request_id)
 
     def withdraw(self, handover_id: str) -> None:

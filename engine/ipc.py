@@ -41,9 +41,12 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The client of this request is gone; unknown ids are ignored."""
+    """Nobody wants this request here any more; unknown ids are ignored."""
 
     request_id: str
+    keeps_handover: bool = False
+    """Another completion engine may take what was handed over to this one; whoever asked for it tells the prompt
+    engine if none does."""
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):

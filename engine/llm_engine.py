@@ -180,11 +180,11 @@ class LLMEngine:
         sequence.store_tokens(np.array(request.prompt_token_ids[num_prompt_tokens:], np.int32))
         return sequence
 
-    def abort(self, request_id: str) -> None:
-        """The client is gone: end every choice of the request."""
+    def abort(self, request_id: str, *, keeps_handover: bool = False) -> None:
+        """Nobody wants the request here: end every choice of it. `keeps_handover` as of `ipc.Abort`."""
         self._admission.drop(request_id)
         self._choices.abort(request_id)
-        self._role.abort(request_id)
+        self._role.abort(request_id, keeps_handover=keeps_handover)
 
     def withdraw(self, handover_id: str) -> None:
         """Nobody will take this hand-over: its blocks go back as soon as no reader can touch them."""

@@ -151,8 +151,8 @@ class EngineProcess:
             match decode_command(frame):
                 case AddRequest() as request:
                     engine.add(request)
-                case Abort(request_id):
-                    engine.abort(request_id)
+                case Abort(request_id, keeps_handover):
+                    engine.abort(request_id, keeps_handover=keeps_handover)
                 case Withdraw(handover_id):
                     engine.withdraw(handover_id)
                 case Shutdown():

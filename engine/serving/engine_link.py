@@ -121,12 +121,15 @@ class EngineLink:
         self._signals.begin(request.request_id, num_to_compute)
         self._send(request)
 
-    def close_request(self, request_id: str) -> None:
-        """Take no more outputs of a request; abort it unless it has ended."""
+    def close_request(self, request_id: str, *, keeps_handover: bool = False) -> None:
+        """Take no more outputs of a request; abort it unless it has ended.
+
+        `keeps_handover`: another completion engine may take what it was to take over.
+        """
         receiver = self._streams.pop(request_id, None)
         self._signals.end(request_id)
         if receiver is not None and not receiver.has_ended:
-            self._send(Abort(request_id))
+            self._send(Abort(request_id, keeps_handover))
 
     def withdraw(self, handover_id: str) -> None:
         self._send(Withdraw(handover_id))

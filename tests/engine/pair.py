@@ -34,6 +34,7 @@ BLOCK_SIZE = 4
 CHUNK = 8
 EOS = 2
 DEADLINE_S = 30.0
+LEASE_S = 5.0
 LIMITS = ArrivalLimits(wait_s=20.0, room_wait_s=20.0, share=0.5)
 
 
@@ -182,7 +183,7 @@ class EnginePair:
         make_runner = make_runner or partial(tiny_runner, checkpoint)
         self._woken = threading.Event()
         identity = Identity("p-engine", 1, {"block_size": str(BLOCK_SIZE)})
-        settings = TransferSettings(lease_s=5.0, verify_kv=verify_kv)
+        settings = TransferSettings(lease_s=LEASE_S, verify_kv=verify_kv)
         prompt_runner = make_runner(prompt_blocks)
         if completion_block_size == BLOCK_SIZE:
             completion_runner = make_runner(completion_blocks)

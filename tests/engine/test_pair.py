@@ -1,11 +1,27 @@
 """The pair answers as one engine does, whatever is aborted or short of room; nothing stays pinned."""
 
 import random
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.engine.pair import CHUNK, EnginePair, engine_pair, greedy, run_normal, tiny_checkpoint
+from engine.assembly import regions_of
+from kv_transfer import HandoverSink, Identity, TransferSettings
+from kv_transfer.events import Offered, SinkEvent
+from kv_transfer.transports.fake import FakeTransport
+from tests.engine.pair import (
+    BLOCK_SIZE,
+    CHUNK,
+    LEASE_S,
+    EnginePair,
+    engine_pair,
+    greedy,
+    run_normal,
+    tiny_checkpoint,
+    tiny_runner,
+)
+from tests.kv_transfer.ends import Inbox
 from wire.sampling import SamplingParams
 
 
@@ -119,6 +135,59 @@ def test_a_stalled_read_keeps_its_blocks_until_it_is_fenced(checkpoint: Path) ->
         assert not pair.completion.is_drained
         pair.transport.stalled = False
         pair.run_until_drained()
+
+
+@pytest.mark.parametrize("stage", ["asked", "reading"])
+def test_a_handover_that_a_live_reader_leaves_is_taken_by_the_next_and_computed_once(
+    checkpoint: Path, stage: str
+) -> None:
+    prompt = list(range(3, 3 + 20))
+    with engine_pair(checkpoint) as pair:
+        pair.transport.stalled = True
+        pair.add("a", prompt, greedy(4))
+        if stage == "reading":
+            pair.run_until(lambda: pair.transport.num_reads > 0, "it is read")
+        pair.completion.engine.abort("a", keeps_handover=True)
+        pair.transport.stalled = False
+        pair.run_until(lambda: "a" in pair.prompt.answers and pair.completion.is_drained, "it is left")
+        pair.add_completion("b", prompt, greedy(4), handover_id="handover-a")
+        pair.run_until(lambda: pair.completion.has_ended("b"), "the answer")
+        answer = pair.prompt.answers["a"].token_ids + pair.completion.answers["b"].token_ids
+        assert {"a": answer} == run_normal(checkpoint, {"a": prompt}, greedy(4))
+        assert pair.prompt.engine.stats().num_prompt_tokens == len(prompt)
+        pair.run_until_drained()
+
+
+def test_a_handover_that_a_client_leaves_gives_its_blocks_back_at_once(checkpoint: Path) -> None:
+    with engine_pair(checkpoint) as pair:
+        pair.transport.stalled = True
+        pair.add("a", list(range(3, 3 + 20)), greedy(4))
+        pair.run_until(lambda: pair.transport.num_reads > 0, "it is read")
+        pair.completion.engine.abort("a", keeps_handover=True)
+        pair.prompt.engine.withdraw("handover-a")  # as its proxy does
+        pair.transport.stalled = False
+        began_s = time.monotonic()
+        pair.run_until_drained()
+        assert time.monotonic() - began_s < LEASE_S
+
+
+def test_a_completion_engine_that_ends_leaves_its_handovers_to_others(checkpoint: Path) -> None:
+    inbox: Inbox[SinkEvent] = Inbox()
+    with engine_pair(checkpoint) as pair:
+        pair.transport.stalled = True
+        pair.add("a", list(range(3, 3 + 20)), greedy(4))
+        pair.run_until(lambda: pair.prompt.role.num_handovers() == 1, "it is offered")
+        pair.completion.engine.close()
+        another = HandoverSink(
+            Identity("another", 1, {"block_size": str(BLOCK_SIZE)}),
+            regions_of(tiny_runner(checkpoint, 64)),
+            FakeTransport(),
+            TransferSettings(lease_s=LEASE_S),
+            inbox.wake,
+        )
+        another.request("handover-a", pair.address)
+        assert inbox.next(another.events, LEASE_S) == Offered("handover-a", 20, 5)
+        another.close()
 
 
 def test_a_request_id_is_in_use_while_a_read_may_write_for_it(checkpoint: Path) -> None:

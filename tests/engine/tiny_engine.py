@@ -183,7 +183,7 @@ class DirectSink(NoHandover):
     def start(self, request: AddRequest, sequence: Sequence, now_s: float) -> None:
         self._expected[request.request_id] = sequence
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, keeps_handover: bool = False) -> None:
         super().abort(request_id)
         self._expected.pop(request_id, None)
 

@@ -111,7 +111,7 @@ async def test_leaving_a_stream_aborts_its_request_and_no_other(
         await kept.accepted(5.0)
         assert [type(await engine.command()) for _ in range(2)] == [AddRequest] * 2
         await left.close()
-        assert await engine.command() == Abort("left")
+        assert await engine.command() == Abort("left", keeps_handover=True)
         await engine.send_outputs(token_output("left", 0), token_output("kept", 0, is_last=True))
         assert await token_ids(kept) == [10]
 
@@ -160,7 +160,7 @@ async def test_a_broken_link_fails_its_streams_aborts_their_requests_and_is_open
         running.links.close()
         with pytest.raises(EngineBroke):
             await token_ids(leg)
-        assert await engine.command() == Abort("a")
+        assert await engine.command() == Abort("a", keeps_handover=True)
         again = await running.open("b")
         await again.accepted(5.0)
 
