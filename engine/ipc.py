@@ -45,8 +45,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     keeps_handover: bool = False
-    """Another completion engine may take what was handed over to this one; whoever asked for it tells the prompt
-    engine if none does."""
+    """Another completion engine may take what was handed over to this one; whoever asked for it tells the
+    prompt engine if none does."""
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):

@@ -7,8 +7,8 @@ four bytes of length (big endian) and so many bytes of msgpack.
     OpenStream            ->                      a `CompletionRequest` under a number of the proxy's
                           <-   [StreamPart]       first either `is_accepted` or an error: the status line
                           <-   [StreamPart]       the tokens of one step, of every stream that has some
-    CloseStream           ->                      nobody wants more: abort; unknown numbers are ignored. What is
-                                                  not taken over stays with the prompt engine: see to it there
+    CloseStream           ->                      nobody wants more: abort; unknown numbers are ignored. What
+                                                  is not taken over stays with the prompt engine
                           <-   [StreamPart]       of stream LINK, first in its frame: the engine leaves soon
                           <-   []                 at least every BEAT_S: the service lives
 

@@ -93,9 +93,7 @@ class TinyOracle:
                 output_scores=True,
                 return_dict_in_generate=True,
             )
-            answer = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=settings
-            )
+            answer = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         best = torch.cat(answer.scores).topk(2).values
         is_clear = (best[:, 0] - best[:, 1] >= CLEAR_GAP).tolist()
         num_clear = is_clear.index(False) if False in is_clear else num_tokens
