@@ -10,7 +10,7 @@ EOS, NUM_TOKENS = 2, 3
 
 
 def test_the_oracle_answers_as_requests_that_ignore_the_end_of_text_do(tmp_path: Path) -> None:
-    """Where that token is the likeliest it is the answer: it was left out once, and right texts were wrong."""
+    """Where that token is the likeliest it is the answer: it was left out once, and right texts failed."""
     oracle = TinyOracle(tmp_path)
     prompt = list(range(3, 40))
     with torch.no_grad():
