@@ -1,5 +1,6 @@
 """A proxy's discovery against the API stub, whose watches lose, cut and forget things."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -43,13 +44,14 @@ class Slices:
 
 @contextlib.asynccontextmanager
 async def discovering(*, relist_s: float = 30.0) -> AsyncIterator[tuple[Slices, Discovered]]:
-    """Two engines, which the proxy has found."""
+    """Two engines, which the proxy has found and watches."""
     with ApiStub() as api, httpx.Client(base_url=api.url, verify=False, timeout=5.0) as http:
         slices = Slices(api, http)
         slices.put("a", 1)
         slices.put("b", 2)
         async with discovering_at(api.url, relist_s=relist_s) as discovered:
             await discovered.until_pods("pod-1", "pod-2")
+            await asyncio.to_thread(api.wait_for_watches, "endpointslices", 1)
             yield slices, discovered
 
 
