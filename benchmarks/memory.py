@@ -2,7 +2,8 @@
 
 Requests of every kind (greedy, sampled, penalties, several choices, logprobs, echo, a schema, streams that
 are left) go through `tandem serve` with a small KV pool, which is soon full. Resident memory is read after
-each fifth of them: `growth` is that of the last against the second, when everything has been used once.
+each tenth of them, and printed: `growth` is that of the last against the fourth, when all has been used once.
+A run that ends early is begun anew; its lines say how far it had come.
 """
 
 import asyncio
@@ -15,10 +16,13 @@ from typing import Any
 
 import httpx
 
+from benchmarks.journal import Journal
 from benchmarks.report import Report, argument_parser
 from benchmarks.stack_process import tandem_serve
 
-NUM_PARTS = 5
+NUM_PARTS = 10
+SETTLED = 3
+"""The part from which on nothing should grow."""
 WORDS = (
     "the",
     "of",
@@ -68,12 +72,13 @@ def add_rows(report: Report, name: str, usage: Usage) -> None:
     report.add(name, "peak", usage.peak / 2**20, "MiB")
     for part, resident in enumerate(usage.resident):
         report.add(name, f"after {part + 1}/{NUM_PARTS} of the requests", resident / 2**20, "MiB")
-    growth = usage.resident[-1] - usage.resident[1]
-    report.add(name, "growth", growth / 2**20, "MiB", usage.resident[1] / 2**20)
+    settled = usage.resident[SETTLED]
+    report.add(name, "growth", (usage.resident[-1] - settled) / 2**20, "MiB", settled / 2**20)
 
 
 async def measure(url: str, model: str, num_requests: int, num_streams: int, seed: int) -> dict[str, Usage]:
     usages: dict[str, Usage] = {}
+    journal = Journal()
     bodies = request_bodies(model, num_requests, random.Random(seed))
     async with httpx.AsyncClient(base_url=url, timeout=300.0) as client:
         for part in range(NUM_PARTS):
@@ -87,7 +92,8 @@ async def measure(url: str, model: str, num_requests: int, num_streams: int, see
                 usage = usages.setdefault(name, Usage())
                 usage.resident.append(status["VmRSS"])
                 usage.peak = status["VmHWM"]
-            print(f"{(part + 1) * num_requests // NUM_PARTS} requests", flush=True)
+            resident = {name: round(usage.resident[-1] / 2**20, 1) for name, usage in usages.items()}
+            journal.add(requests=(part + 1) * num_requests // NUM_PARTS, resident_mib=resident)
     return usages
 
 

@@ -2,17 +2,20 @@
 
 For each format and set of texts: perplexity (baseline: that of fp32), the mean Kullback-Leibler divergence of
 its next-token distributions from those of fp32, and at how many places both find the same token likeliest.
+`--journal FILE` makes it resumable, text by text.
 """
 
 import gzip
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import torch
 
+from benchmarks.journal import Journal, Line, add_journal_option
 from benchmarks.report import Report, argument_parser
 from engine.errors import WeightFormatError
 from engine.model.linear import WeightFormat
@@ -45,13 +48,14 @@ class Score:
         self.divergence += float(difference.sum(dtype=torch.float64))
         self.num_agreeing += int((logprobs.argmax(-1) == baseline.argmax(-1)).sum())
 
-    def joined(self, other: "Score") -> "Score":
-        return Score(
-            self.num_tokens + other.num_tokens,
-            self.nats + other.nats,
-            self.divergence + other.divergence,
-            self.num_agreeing + other.num_agreeing,
-        )
+    @classmethod
+    def of_lines(cls, lines: Iterable[Line]) -> "Score":
+        """Of all texts of these lines together."""
+        whole = cls()
+        for line in lines:
+            for name, value in line["score"].items():
+                setattr(whole, name, getattr(whole, name) + value)
+        return whole
 
     @property
     def perplexity(self) -> float:
@@ -65,14 +69,24 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=formats, choices=formats)
     parser.add_argument("--texts", type=int, default=None, help="only the first so many of each set")
     parser.add_argument("--chunk", type=int, default=MAX_TOKENS, help="tokens in a pass; 1: as in decode")
+    add_journal_option(parser)
     arguments = parser.parse_args()
-    files = resolve_model(arguments.model)
+    files, journal = resolve_model(arguments.model), Journal(arguments.journal)
     names = list(dict.fromkeys((BASELINE, *arguments.formats)))
-    scores = score_formats(files, names, read_texts(arguments.texts), arguments.chunk)
+    texts = read_texts(arguments.texts)
+    score_formats(files, names, texts, arguments.chunk, journal)
     report = Report("quality")
-    for name, by_set in scores.items():
-        add_rows(report, name, by_set, scores[BASELINE])
+    scores = {name: by_set(journal, name, [*texts]) for name in names}
+    for name in names:
+        add_rows(report, name, scores[name], scores[BASELINE])
     report.finish(arguments.json)
+
+
+def by_set(journal: Journal, name: WeightFormat, sets: list[str]) -> dict[str, Score]:
+    """Of the sets, and of all together; empty for a format that cannot be had."""
+    lines = journal.having(format=name)
+    scores = {case: Score.of_lines(line for line in lines if line["set"] == case) for case in sets}
+    return {**scores, "all": Score.of_lines(lines)} if lines else {}
 
 
 def add_rows(report: Report, name: str, scores: dict[str, Score], baseline: dict[str, Score]) -> None:
@@ -92,28 +106,24 @@ def read_texts(limit: int | None) -> dict[str, list[str]]:
 
 
 def score_formats(
-    files: ModelFiles, names: list[WeightFormat], texts: dict[str, list[str]], chunk: int
-) -> dict[WeightFormat, dict[str, Score]]:
-    """For each format by set, and of all together. The baseline comes first."""
+    files: ModelFiles, names: list[WeightFormat], texts: dict[str, list[str]], chunk: int, journal: Journal
+) -> None:
+    """A line for each text and format."""
     runners = make_runners(files, names)
     tokenizer = files.tokenizer()
-    scores = {name: {case: Score() for case in texts} for name in runners}
     for case, some in texts.items():
-        for text in some:
+        for index, text in enumerate(some):
+            missing = [name for name in runners if not journal.having(set=case, text=index, format=name)]
+            if not missing:
+                continue
             ids = np.array(tokenizer.encode(text).ids[:MAX_TOKENS], np.int32)
             targets = torch.from_numpy(ids[1:].astype(np.int64))
             baseline = logprobs_behind(runners[BASELINE], ids, chunk)
-            for name, runner in runners.items():
-                own = baseline if name == BASELINE else logprobs_behind(runner, ids, chunk)
-                scores[name][case].add(own, baseline, targets)
-    return {name: {**by_set, "all": together(by_set)} for name, by_set in scores.items()}
-
-
-def together(scores: dict[str, Score]) -> Score:
-    whole = Score()
-    for score in scores.values():
-        whole = whole.joined(score)
-    return whole
+            for name in missing:
+                own = baseline if name == BASELINE else logprobs_behind(runners[name], ids, chunk)
+                score = Score()
+                score.add(own, baseline, targets)
+                journal.add(set=case, text=index, format=name, score=asdict(score))
 
 
 def make_runners(files: ModelFiles, names: list[WeightFormat]) -> dict[WeightFormat, Runner]:

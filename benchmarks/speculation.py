@@ -1,57 +1,43 @@
 """Prompt-lookup drafts against none: tokens per sequence and step, tokens per second, equal answers.
 
-Two NORMAL engines over the same weights take the same greedy requests in turns. `code`: HumanEval prompts to
+Two NORMAL engines of the same model take the same greedy requests in turns. `code`: HumanEval prompts to
 complete; `edit`: the same code to be written again with one change; `chat`: MT-Bench questions.
 """
 
+import argparse
 import gzip
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
+from benchmarks.journal import Journal, Line, add_journal_option
 from benchmarks.report import Report, argument_parser
-from engine.choices import Choices
-from engine.drafters import PromptLookup
-from engine.handover_role import NoHandover
+from engine.assembly import build_engine
+from engine.config import EngineConfig, SpeculativeMethod
 from engine.ipc import AddRequest, EngineStats
-from engine.kv_pool import KVLayout, KVPool
 from engine.llm_engine import LLMEngine
-from engine.model.interface import DecoderModel
-from engine.model.loader import load_model
-from engine.model_runner import ModelRunner
-from engine.sampler import Sampler
-from model_files import ModelConfig, resolve_model
-from shared_scheduler import EngineType, Scheduler, SchedulerConfig
+from model_files import resolve_model
 from wire.sampling import SamplingParams
 
 PROMPTS = Path(__file__).parent / "data" / "speculation_prompts.jsonl.gz"
-MAX_MODEL_LEN = 2048
-BLOCK_SIZE = 32
-NUM_BLOCKS = 300
+SETS = ("code", "edit", "chat")
+METHODS: tuple[SpeculativeMethod, ...] = ("off", "ngram")
 
 
 @dataclass(slots=True)
 class Run:
     """What one engine made of one set of prompts."""
 
-    answers: dict[int, list[int]] = field(default_factory=dict)
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    """By place of the prompt in its set."""
     seconds: float = 0.0
     num_drafted: int = 0
     num_accepted: int = 0
     num_decoded: int = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(map(len, self.answers.values())) / self.seconds
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Per sequence in a decode step."""
-        return 1 + self.num_accepted / max(1, self.num_decoded)
 
 
 def main() -> None:
@@ -63,32 +49,41 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--kernels", default="auto", choices=("auto", "native", "torch"))
+    add_journal_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    files = resolve_model(arguments.model)
-    tokenizer = files.tokenizer()
-    model = load_model(files, arguments.dtype, max_positions=MAX_MODEL_LEN, num_threads=arguments.num_threads)
-    plain, drafting = (make_engine(model, files.config(), n) for n in (0, arguments.num_draft_tokens))
+    tokenizer, journal = resolve_model(arguments.model).tokenizer(), Journal(arguments.journal)
+    engines = {method: make_engine(arguments, method) for method in METHODS}
+    rows = [(name, n) for n in arguments.streams for name in SETS]
+    sets = prompt_sets(arguments.prompts)
+    for name, num_streams in rows:
+        prompts = [tuple(tokenizer.encode(text).ids) for text in sets[name]]
+        for method, engine in engines.items():
+            if not journal.having(set=name, streams=num_streams, drafts=method):
+                result = run(engine, prompts, num_streams, arguments.output_tokens)
+                journal.add(set=name, streams=num_streams, drafts=method, **asdict(result))
     report = Report("speculation")
-    for name, texts in prompt_sets(arguments.prompts).items():
-        prompts = [tuple(tokenizer.encode(text).ids) for text in texts]
-        for num_streams in arguments.streams:
-            without = run(plain, prompts, num_streams, arguments.output_tokens)
-            drafted = run(drafting, prompts, num_streams, arguments.output_tokens)
-            add_rows(report, f"{name}, {num_streams} streams", drafted, without)
+    for name, num_streams in rows:
+        lines = [journal.having(set=name, streams=num_streams, drafts=method)[-1] for method in METHODS]
+        add_rows(report, f"{name}, {num_streams} streams", *lines)
+    for engine in engines.values():
+        engine.close()
     report.finish(arguments.json)
 
 
-def add_rows(report: Report, case: str, drafted: Run, without: Run) -> None:
-    num_equal = sum(drafted.answers[i] == answer for i, answer in without.answers.items())
-    report.add(case, "equal greedy answers", num_equal, "requests", len(without.answers))
-    report.add(case, "tokens per sequence and step", drafted.tokens_per_step, "", 1.0)
-    report.add(case, "drafts accepted", drafted.num_accepted, "tokens", drafted.num_drafted)
-    report.add(case, "output tokens/s", drafted.tokens_per_s, "1/s", without.tokens_per_s)
+def add_rows(report: Report, case: str, without: Line, drafted: Line) -> None:
+    num_equal = sum(drafted["answers"][i] == answer for i, answer in without["answers"].items())
+    rates = [sum(map(len, line["answers"].values())) / line["seconds"] for line in (drafted, without)]
+    tokens_per_step = 1 + drafted["num_accepted"] / max(1, drafted["num_decoded"])
+    report.add(case, "equal greedy answers", num_equal, "requests", len(without["answers"]))
+    report.add(case, "tokens per sequence and step", tokens_per_step, "", 1.0)
+    report.add(case, "drafts accepted", drafted["num_accepted"], "tokens", drafted["num_drafted"])
+    report.add(case, "output tokens/s", rates[0], "1/s", rates[1])
 
 
 def prompt_sets(num_prompts: int) -> dict[str, list[str]]:
-    sets: dict[str, list[str]] = {"code": [], "edit": [], "chat": []}
+    sets: dict[str, list[str]] = {name: [] for name in SETS}
     for name, prompt in read_prompts():
         if name == "code":
             sets["code"].append(chat("Complete this function:\n" + prompt))
@@ -110,30 +105,25 @@ def chat(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def make_engine(model: DecoderModel, config: ModelConfig, num_draft_tokens: int) -> LLMEngine:
-    """An engine with a pool of its own over loaded weights."""
-    pool = KVPool(KVLayout.of(config, BLOCK_SIZE), NUM_BLOCKS)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            engine_type=EngineType.NORMAL,
-            block_size=BLOCK_SIZE,
-            num_blocks=pool.num_blocks,
-            max_num_seqs=64,
-            max_num_batched_tokens=512,
-            max_model_len=MAX_MODEL_LEN,
-            prefill_attempt_interval=1,
-            eos_token_ids=config.eos_token_ids,
-            max_num_draft_tokens=num_draft_tokens,
-        )
+def make_engine(arguments: argparse.Namespace, method: SpeculativeMethod) -> LLMEngine:
+    config = EngineConfig(
+        role="normal",
+        engine_id="benchmark",
+        epoch=1,
+        model=arguments.model,
+        dtype=arguments.dtype,
+        kernels=arguments.kernels,
+        num_threads=arguments.num_threads,
+        kv_bytes=512 << 20,
+        prefix_cache=False,
+        prefill_attempt_interval=1,
+        speculative=method,
+        num_draft_tokens=arguments.num_draft_tokens,
+        command_endpoint="",
+        event_endpoint="",
     )
-    return LLMEngine(
-        scheduler,
-        ModelRunner(model, config, pool),
-        Sampler(),
-        NoHandover(scheduler),
-        choices=Choices(scheduler),
-        drafter=PromptLookup(scheduler.config.num_draft_slots) if num_draft_tokens else None,
-    )
+    engine, _ = build_engine(config, lambda: None, lambda stage, share: None)
+    return engine
 
 
 def run(engine: LLMEngine, prompts: list[tuple[int, ...]], num_streams: int, num_output_tokens: int) -> Run:
@@ -148,7 +138,7 @@ def run(engine: LLMEngine, prompts: list[tuple[int, ...]], num_streams: int, num
             num_open += 1
         for output in [*engine.poll(), *engine.step()]:
             tokens = [token.token_id for token in output.tokens]
-            result.answers.setdefault(int(output.request_id), []).extend(tokens)
+            result.answers.setdefault(output.request_id, []).extend(tokens)
             num_open -= output.is_last
     result.seconds = time.perf_counter() - started_s
     count(result, before, engine.stats())

@@ -16,7 +16,7 @@ from engine.device_runner import DEVICE_DTYPE, choose_device, load_device_runner
 from engine.device_sampler import DeviceSampler
 from engine.draft_loading import load_draft_model
 from engine.drafters import Drafter, PromptLookup
-from engine.errors import DeviceError, EngineError, EngineStartError, TensorParallelError
+from engine.errors import DeviceError, EngineError, EngineStartError
 from engine.grammars import Grammars
 from engine.group import EngineGroup
 from engine.handover_role import HandoverRole, NoHandover
@@ -152,18 +152,11 @@ def load_runner(
             kernels=config.kernels,
         )
         return alone, None
-    if config.kernels == "native":
-        raise TensorParallelError(
-            f"--kernels native compute in one process, --tp {config.tp} in several; start with --kernels auto"
-        )
-    if config.dtype == "q4":
-        raise TensorParallelError(
-            "--dtype q4 needs the native kernels, which compute in one process; start with --tp 1"
-        )
     options = RankOptions(
         model=config.model,
         size=config.tp,
         weight_format=check_weight_format(config.dtype),
+        kernels=config.kernels,
         block_size=config.block_size,
         kv_bytes=config.kv_bytes,
         max_model_len=config.max_model_len,

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.config import KernelChoice
 from engine.model_runner import Int32Array, IntArray, ModelBatch
 
 
@@ -14,6 +15,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     model: str
     weight_format: str
+    kernels: KernelChoice
     max_positions: int
     block_size: int
     num_blocks: int

@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but the stubs do not say so
 
-from engine.errors import TensorParallelError
+from engine.config import KernelChoice
+from engine.errors import TensorParallelError, WeightFormatError
 from engine.kv_pool import KVLayout, KVPool, check_available, share
-from engine.model.interface import DecoderModel
+from engine.model.interface import AttentionBackend, DecoderModel
 from engine.model.linear import WeightFormat
-from engine.model.loader import load_model
 from engine.model.shards import Shard, check_shards, local_config
 from engine.model_runner import IntArray, ModelBatch, ModelRunner, num_positions_of
+from engine.native.library import choose_runtime
 from engine.tensor_parallel.collectives import LOOPBACK, RankCollectives
+from engine.tensor_parallel.loading import load_shard
 from engine.tensor_parallel.messages import RankConfig, Step
 from engine.tensor_parallel.ranks import RankProcesses
 from kv_transfer.memory import SharedRegion
@@ -31,6 +33,7 @@ class RankOptions:
     """As `--model` has it."""
     size: int
     weight_format: WeightFormat
+    kernels: KernelChoice
     block_size: int
     kv_bytes: int
     """Of all ranks together."""
@@ -56,9 +59,13 @@ class TensorParallelRunner(ModelRunner):
         config: ModelConfig,
         kv_shards: tuple[KVPool, ...],
         ranks: RankProcesses,
+        *,
+        attention: AttentionBackend,
+        kernels: str,
     ) -> None:
         """`config`: of the whole model; `kv_shards`: the pools of all ranks, mapped here."""
-        super().__init__(model, config, kv_shards[0])
+        super().__init__(model, config, kv_shards[0], attention)
+        self.kernels = kernels
         self.kv_shards = kv_shards
         self.ranks = ranks
 
@@ -78,7 +85,8 @@ def load_tensor_parallel_runner(
     """Starts the other ranks and loads our part beside them; they are ended by `runner.ranks.close()`.
 
     `TensorParallelError` where the model cannot be shared out so, or a rank cannot start; else as
-    `load_model_runner`. `wake` is called from a thread when a rank is lost.
+    `load_model_runner`. All ranks compute with the same kernels. `wake` is called from a thread when a rank
+    is lost.
     """
     config = files.config()
     if config.architecture == "transformers":
@@ -88,6 +96,11 @@ def load_tensor_parallel_runner(
         )
     check_shards(config, options.size)
     torch.set_num_threads(options.threads_per_rank)
+    shard = Shard(0, options.size)
+    runtime = choose_runtime(options.kernels, local_config(config, shard), options.threads_per_rank)
+    if options.weight_format == "q4" and runtime is None:
+        raise WeightFormatError("--dtype q4 needs the native kernels, and torch computes this model")
+    kernels: KernelChoice = "torch" if runtime is None else "native"
     kv_shards = make_pools(config, options)
     max_positions = num_positions_of(config, options.max_model_len, kv_shards[0])
     ranks = RankProcesses(wake, options.directory)
@@ -95,25 +108,26 @@ def load_tensor_parallel_runner(
         store = _store()
         ranks.start(
             [
-                _rank_config(rank, options, ranks, pool, max_positions, store.port)
+                _rank_config(rank, options, kernels, ranks, pool, max_positions, store.port)
                 for rank, pool in enumerate(kv_shards[1:], 1)
             ]
         )
         ranks.wait_until_here()
         collectives = _connect(store, options, ranks)
-        model = load_model(
+        model, attention = load_shard(
             files,
             options.weight_format,
+            runtime=runtime,
             max_positions=max_positions,
             num_threads=options.threads_per_rank,
-            shard=Shard(0, options.size),
+            shard=shard,
             collectives=collectives,
         )
         ranks.wait_until_loaded()
     except BaseException:
         ranks.close()
         raise
-    return TensorParallelRunner(model, config, kv_shards, ranks)
+    return TensorParallelRunner(model, config, kv_shards, ranks, attention=attention, kernels=kernels)
 
 
 def _connect(store: TCPStore, options: RankOptions, ranks: RankProcesses) -> RankCollectives:
@@ -147,6 +161,7 @@ def make_pools(config: ModelConfig, options: RankOptions) -> tuple[KVPool, ...]:
 def _rank_config(
     rank: int,
     options: RankOptions,
+    kernels: KernelChoice,
     ranks: RankProcesses,
     pool: KVPool,
     max_positions: int,
@@ -158,6 +173,7 @@ def _rank_config(
         size=options.size,
         model=options.model,
         weight_format=options.weight_format,
+        kernels=kernels,
         max_positions=max_positions,
         block_size=options.block_size,
         num_blocks=pool.num_blocks,

@@ -18,10 +18,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from engine.errors import EngineError
 from engine.kv_pool import KVLayout, KVPool
 from engine.model.linear import check_weight_format
-from engine.model.loader import load_model
 from engine.model.shards import Shard, local_config
 from engine.model_runner import ModelRunner
+from engine.native.library import choose_runtime
 from engine.tensor_parallel.collectives import LOOPBACK, RankCollectives
+from engine.tensor_parallel.loading import load_shard
 from engine.tensor_parallel.messages import (
     Failed,
     Here,
@@ -87,15 +88,16 @@ def load_rank(config: RankConfig) -> ModelRunner:
     local = local_config(files.config(), shard)
     layout = KVLayout.of(local, config.block_size)
     memory = SharedRegion.attach(config.pool_fd, config.num_blocks * layout.block_bytes)
-    model = load_model(
+    model, attention = load_shard(
         files,
         check_weight_format(config.weight_format),
+        runtime=choose_runtime(config.kernels, local, config.num_threads),
         max_positions=config.max_positions,
         num_threads=config.num_threads,
         shard=shard,
         collectives=collectives,
     )
-    return ModelRunner(model, local, KVPool(layout, config.num_blocks, memory))
+    return ModelRunner(model, local, KVPool(layout, config.num_blocks, memory), attention)
 
 
 def serve(runner: ModelRunner, steps: "zmq.Socket[bytes]") -> None:

@@ -28,7 +28,7 @@ from model_files import resolve_model
 from shared_scheduler import EngineType, Scheduler, SchedulerConfig
 from tests.engine.builders import save_tiny_model
 from wire.sampling import SamplingParams
-from wire.services import CompletionEngineAddress, PromptEngineAddress
+from wire.services import CompletionEngineAddress, OutputToken, PromptEngineAddress
 
 BLOCK_SIZE = 4
 CHUNK = 8
@@ -53,12 +53,14 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
+    tokens: list[OutputToken] = field(default_factory=list)
     end: RequestOutput | None = None
 
     def take(self, output: RequestOutput) -> None:
         assert self.end is None, f"output after the end: {output}"
         self.token_ids += [token.token_id for token in output.tokens]
         self.indices += [token.index for token in output.tokens]
+        self.tokens += output.tokens
         if output.finish_reason is not None or output.failure is not None:
             self.end = output
 

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import transformers
 
-from engine.errors import ModelNotSupportedError
+from engine.errors import EngineStartError, ModelNotSupportedError
 from engine.hf.assembly import inject
 from engine.hf.cache import PagedLayer
 from engine.model_runner import load_model_runner
 from model_files import ModelFilesError, resolve_model
 from tests.engine.builders import save_tiny_model
 from tests.engine.hf_families import FAMILIES
+from tests.engine.tensor_parallel.engines import Engine, tiny_checkpoint
 
 
 def refusal(path: Path) -> str:
@@ -73,3 +74,13 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("engine.model_runner.find_spec", lambda name: None)
     with pytest.raises(ModelNotSupportedError, match=r"tandem-serve\[transformers\]"):
         load_model_runner(resolve_model(str(tmp_path)), kv_bytes=1 << 24)
+
+
+def test_drafts_for_a_model_with_states_name_the_option(tmp_path: Path) -> None:
+    family, options = FAMILIES["lfm2"]
+    target = tiny_checkpoint(tmp_path / "states", family, **options)
+    with pytest.raises(EngineStartError, match=r"--speculative ngram: .* start with --speculative off"):
+        Engine(target, speculative="ngram", transport="zmq", role="completion")
+    plain = tiny_checkpoint(tmp_path / "plain", "Llama")
+    with pytest.raises(EngineStartError, match=r"--draft-model .*states keeps a state per sequence"):
+        Engine(plain, speculative="model", draft_model=str(target))

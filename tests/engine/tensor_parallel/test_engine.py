@@ -9,6 +9,7 @@ import pytest
 
 from engine.errors import EngineStartError
 from shared_scheduler import GroupError
+from tests.engine.native_build import require_kernels
 from tests.engine.pair import greedy, run_normal
 from tests.engine.tensor_parallel.engines import DEADLINE_S, Engine, engine, tiny_checkpoint
 
@@ -32,8 +33,10 @@ def is_gone(pid: int) -> bool:
 
 def test_two_ranks_answer_as_one_engine_does(checkpoint: Path) -> None:
     expected = run_normal(checkpoint, PROMPTS, greedy(16))
-    with engine(checkpoint, tp=2, overlap=True, speculative="ngram") as one:
+    require_kernels()
+    with engine(checkpoint, tp=2, kernels="native", overlap=True, speculative="ngram") as one:
         pids = rank_pids(one)
+        assert one.ready.kernels == "native"
         for name, prompt in PROMPTS.items():
             one.add(name, prompt, greedy(16))
         answers = one.run_until_ended(*(f"{name}/0" for name in PROMPTS))
@@ -80,12 +83,14 @@ def test_a_rank_that_stops_answering_ends_the_engine_within_its_time_limit(check
 def test_what_cannot_be_shared_out_is_refused_at_start(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"--tp 4 does not divide num_heads 6"):
         Engine(checkpoint, tp=4)
-    for options, message in (
-        ({"kernels": "native"}, "--kernels native compute in one process, --tp 2 in several"),
-        ({"dtype": "q4"}, "--dtype q4 needs the native kernels"),
+    with pytest.raises(EngineStartError, match="--dtype q4 needs the native kernels"):
+        Engine(checkpoint, tp=2, dtype="q4", kernels="torch")
+    odd = tiny_checkpoint(tmp_path / "odd", "Llama", intermediate_size=72)
+    require_kernels()
+    with pytest.raises(
+        EngineStartError, match="need a multiple of 8 as intermediate_size, not 36; --kernels t"
     ):
-        with pytest.raises(EngineStartError, match=message):
-            Engine(checkpoint, tp=2, **options)
+        Engine(odd, tp=2, kernels="native")
     tiny_checkpoint(tmp_path, "Gemma3", num_key_value_heads=2)
     with pytest.raises(EngineStartError, match=r"--tp 2: .* is computed by the transformers package"):
         Engine(tmp_path, tp=2)

@@ -57,9 +57,14 @@ def ask(prompt: Engine, completion: Engine, name: str, tokens: list[int]) -> lis
 
 
 def check_pair(
-    checkpoint: Path, expected: dict[str, list[int]], transport: str, prompt_tp: int, completion_tp: int
+    checkpoint: Path,
+    expected: dict[str, list[int]],
+    transport: str,
+    prompt_tp: int,
+    completion_tp: int,
+    **others: str,
 ) -> None:
-    options = {"transport": transport, "verify_kv": True, "pull_back_min_tokens": 8}
+    options = {"transport": transport, "verify_kv": True, "pull_back_min_tokens": 8, **others}
     with (
         engine(checkpoint, role="prompt", engine_id="prompt", tp=prompt_tp, **options) as prompt,
         engine(
@@ -77,7 +82,7 @@ def check_pair(
 
 
 def test_one_rank_hands_over_to_two_through_zmq(checkpoint: Path, expected: dict[str, list[int]]) -> None:
-    check_pair(checkpoint, expected, "zmq", 1, 2)
+    check_pair(checkpoint, expected, "zmq", 1, 2, kernels="torch")
 
 
 @needs_nixl

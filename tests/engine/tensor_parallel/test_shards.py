@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but the stubs do not say so
 
+from engine.config import KernelChoice
 from engine.errors import TensorParallelError
 from engine.kv_pool import KVLayout, KVPool
-from engine.model.loader import load_model
 from engine.model.shards import Shard, check_shards, local_config
 from engine.model_runner import ModelRunner
+from engine.native.library import choose_runtime
 from engine.tensor_parallel.collectives import RankCollectives
+from engine.tensor_parallel.loading import load_shard
 from model_files import ModelFiles, resolve_model
 from tests.engine.builders import StepOf, batch_of, save_tiny_model
+from tests.engine.native_build import require_kernels
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -47,13 +50,23 @@ CHECKPOINTS = {
 }
 
 
-def rank_runner(files: ModelFiles, shard: Shard, store: HashStore | None) -> ModelRunner:
+def rank_runner(
+    files: ModelFiles, shard: Shard, store: HashStore | None, kernels: KernelChoice = "torch"
+) -> ModelRunner:
     collectives = None
     if store is not None:
         collectives = RankCollectives.connect(store, shard.rank, shard.size, timeout_s=30.0, device=CPU)
-    model = load_model(files, "fp32", max_positions=64, num_threads=1, shard=shard, collectives=collectives)
     config = local_config(files.config(), shard)
-    return ModelRunner(model, config, KVPool(KVLayout.of(config, BLOCK_SIZE), 16))
+    model, attention = load_shard(
+        files,
+        "fp32",
+        runtime=choose_runtime(kernels, config, num_threads=1),
+        max_positions=64,
+        num_threads=1,
+        shard=shard,
+        collectives=collectives,
+    )
+    return ModelRunner(model, config, KVPool(KVLayout.of(config, BLOCK_SIZE), 16), attention)
 
 
 def two_steps(runner: ModelRunner) -> torch.Tensor:
@@ -66,8 +79,13 @@ def two_steps(runner: ModelRunner) -> torch.Tensor:
     return runner.forward(batch, np.arange(5, 12))
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_ranks_together_give_the_logits_of_the_whole_model(name: str, tmp_path: Path) -> None:
+def test_the_ranks_together_give_the_logits_of_the_whole_model(
+    name: str, kernels: KernelChoice, tmp_path: Path
+) -> None:
+    if kernels == "native":
+        require_kernels()
     family, options, size = CHECKPOINTS[name]
     save_tiny_model(tmp_path, family, **options)
     files = resolve_model(str(tmp_path))
@@ -76,7 +94,7 @@ def test_the_ranks_together_give_the_logits_of_the_whole_model(name: str, tmp_pa
     store = HashStore()
 
     def run(rank: int) -> tuple[torch.Tensor, KVPool]:
-        runner = rank_runner(files, Shard(rank, size), store)
+        runner = rank_runner(files, Shard(rank, size), store, kernels)
         return two_steps(runner), runner.kv_pool
 
     with ThreadPoolExecutor(size) as threads:
