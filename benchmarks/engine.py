@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
     machine = measure()
-    report = Report("engine")
+    report = Report("engine", is_printed_at_once=True)
     report.add("machine", "memory read", machine.bytes_per_s / 1e9, "GB/s")
     report.add("machine", "float32 product", machine.flops / 1e9, "GFLOP/s")
     for dtype in arguments.dtypes:

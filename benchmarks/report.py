@@ -24,13 +24,18 @@ class Row:
 class Report:
     """Collects rows; `finish` prints them as a table and writes them as JSON when asked to."""
 
-    def __init__(self, benchmark: str) -> None:
+    def __init__(self, benchmark: str, *, is_printed_at_once: bool = False) -> None:
+        """`is_printed_at_once`: each row as a line of JSON as well, for runs that may end early."""
         self.benchmark = benchmark
+        self._is_printed_at_once = is_printed_at_once
         self.rows: list[Row] = []
 
     def add(self, case: str, metric: str, value: float, unit: str, baseline: float | None = None) -> None:
         ratio = value / baseline if baseline else None
-        self.rows.append(Row(case, metric, value, unit, baseline, ratio))
+        row = Row(case, metric, value, unit, baseline, ratio)
+        self.rows.append(row)
+        if self._is_printed_at_once:
+            print(json.dumps(asdict(row)), flush=True)
 
     def finish(self, json_path: Path | None = None) -> None:
         table = Table(title=self.benchmark)
