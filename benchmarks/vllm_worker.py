@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("checkpoint", help="a model in Hugging Face layout")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--eager", action="store_true")
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -38,6 +39,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         dtype=arguments.dtype,
         enable_prefix_caching=False,
+        enforce_eager=arguments.eager,
         **LIMITS,
     )
     print(json.dumps({"version": vllm.__version__}), file=answers)
