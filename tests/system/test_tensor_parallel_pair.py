@@ -33,8 +33,8 @@ SCHEMA = {
 }
 
 
-NUM_RANKS = {"prompt": 2, "completion": 3}
-"""Six KV heads: three in each rank of the one, two in each of the other."""
+NUM_RANKS = {"prompt": 2, "completion": 1}
+"""Each rank of the prompt engine has one of the two KV heads. Other numbers: tests/engine/tensor_parallel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     checkpoint = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(
-        checkpoint, "Llama", max_position_embeddings=256, num_key_value_heads=6, intermediate_size=96
-    )
+    save_tiny_model(checkpoint, "Llama", max_position_embeddings=256)
     tiny_tokenizer().save(str(checkpoint / "tokenizer.json"))
     with RunningStack(
         model=str(checkpoint),
