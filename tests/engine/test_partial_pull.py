@@ -56,6 +56,30 @@ def test_turn_n_of_a_chat_moves_only_new_blocks(checkpoint: Path, prompt_cache: 
         pair.run_until_drained()
 
 
+@pytest.mark.parametrize("loss", ["wrong bytes", "a failed read", "left half way"])
+def test_a_pull_that_was_lost_leaves_nothing_in_the_cache(checkpoint: Path, loss: str) -> None:
+    """The same prompt asks for all of its blocks once more, and finds none of what was read in vain."""
+    prompt = tokens(3 * CHUNK + 1, seed=5)
+    with engine_pair(checkpoint, prompt_cache=True, completion_cache=True, verify_kv=True) as pair:
+        pair.transport.corrupt = set(range(64)) if loss == "wrong bytes" else set()
+        pair.transport.next_error = "injected" if loss == "a failed read" else None
+        pair.add("lost", prompt, greedy(NUM_OUTPUT))
+        if loss == "left half way":
+            pair.transport.stalled = True
+            pair.run_until(lambda: pair.transport.num_reads > 0, "a part is read")
+            pair.completion.engine.abort("lost")
+            pair.transport.stalled = False
+        else:
+            pair.run_until(lambda: pair.completion.has_ended("lost"), "the failure")
+            assert pair.completion.answers["lost"].token_ids == []
+        pair.run_until_drained()
+        pair.transport.corrupt = set()
+        answer = ask(pair, "again", prompt, greedy(NUM_OUTPUT))
+        assert {"cold": answer} == run_normal(checkpoint, {"cold": prompt}, greedy(NUM_OUTPUT))
+        assert counter(pair.completion.role, "blocks_skipped") == 0
+        pair.run_until_drained()
+
+
 def test_a_prompt_that_is_all_here_moves_nothing_and_is_released(checkpoint: Path) -> None:
     prompt = tokens(2 * CHUNK, seed=1)
     with engine_pair(checkpoint, completion_cache=True) as pair:
