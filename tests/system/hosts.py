@@ -7,6 +7,7 @@ While the stack runs, the thread that started it lives on the proxy's host, and 
 """
 
 import ctypes
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from tests.kv_transfer.namespaces import run
 from tests.system.processes import START_TIMEOUT_S, ServiceProcess, eventually
 
 CLONE_NEWNET = 0x40000000
+_numbers = itertools.count()
 PROMPT_DATA, COMPLETION_DATA = "10.77.0.1", "10.77.0.2"
 PROMPT_URL, COMPLETION_URL = "http://10.77.1.2:7001", "http://10.77.2.2:7002"
 PROXY_URL = "http://10.77.1.1:8000"
@@ -31,7 +33,7 @@ class ThreeHosts:
 
     def __init__(self, rate: str) -> None:
         self._rate = rate
-        self._name = f"tandem-{os.getpid()}-"
+        self._name = f"tandem-{os.getpid()}-{next(_numbers)}-"  # several stacks may stand at once
 
     def __enter__(self) -> "ThreeHosts":
         for host in ("prompt", "completion", "proxy"):
