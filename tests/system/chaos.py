@@ -24,7 +24,7 @@ class Ask:
     number: int
     num_tokens: int
     num_read: int | None = None
-    """The client leaves when it has so many characters."""
+    """The client leaves when it has so many characters, and what was to happen has happened."""
     num_words: int = 0
     """Of the prompt, beside its first sentence."""
 
@@ -41,13 +41,13 @@ class Ask:
 
 
 class Streams:
-    """Asks that run at once; `num_begun` of them have text."""
+    """Asks that run at once."""
 
     def __init__(self, stack: RunningStack, asks: list[Ask]) -> None:
         self._stack = stack
         self._asks = asks
-        self._begun = [threading.Event() for _ in asks]
         self._num_chunks = [0] * len(asks)
+        self._has_happened = threading.Event()
 
     def run(
         self,
@@ -65,7 +65,10 @@ class Streams:
                 f"{needed} streams have begun",
                 STREAM_TIMEOUT_S,
             )
-            during()
+            try:
+                during()
+            finally:
+                self._has_happened.set()
             return [task.result(STREAM_TIMEOUT_S) for task in running]
 
     def _num_begun(self, after_chunks: int) -> int:
@@ -77,7 +80,7 @@ class Streams:
             for chunk in client.completions.create(**self._asks[place].fields()):  # type: ignore[call-overload]
                 text += chunk.choices[0].text
                 self._num_chunks[place] += 1
-                if num_read is not None and len(text) >= num_read:
+                if num_read is not None and len(text) >= num_read and self._has_happened.is_set():
                     break
         return text[:num_read]
 
@@ -118,8 +121,12 @@ FAULTS: dict[str, Callable[[ServiceProcess], None]] = {
 
 
 def bring_back(stack: RunningStack, name: str, fault: str) -> None:
-    """Let whatever was done to a service be over."""
+    """Let whatever was done to a service be over, and the proxy know it."""
     if fault.endswith("service"):
         stack.services[name].process.kill()
         stack.restart(name)
     eventually(stack.services[name].is_ready, f"{name} is ready again", 120)
+    proxy, num_engines = stack.services["proxy"], len(stack.services) - 1
+    eventually(
+        lambda: proxy.metric("tandem_proxy_ready_engines") == num_engines, "the proxy has all engines", 120
+    )

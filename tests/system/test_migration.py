@@ -15,9 +15,9 @@ from tests.system.processes import RunningStack
 
 pytestmark = pytest.mark.system
 
-GRACE_S = 60.0
-ASKS = [*(Ask(number, 48) for number in range(4)), *(Ask(number, 2000, num_read=600) for number in (4, 5))]
-"""Short ones, and two that would outlast any grace."""
+GRACE_S = 40.0
+ASKS = [*(Ask(number, 48) for number in range(4)), *(Ask(number, 7500, num_read=600) for number in (4, 5))]
+"""Short ones, and two that would outlast the grace (at 8 ms a token they take a minute)."""
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,12 @@ def test_a_service_that_drains_is_left_by_long_streams_at_once_and_by_short_ones
 ) -> None:
     """The process is gone long before its grace ends; of two long streams one or both were there."""
     service = stack.services["completion-0"]
-    texts = Streams(stack, ASKS).run(lambda: drain_service(service), after_chunks=4)
-    assert service.process.wait(GRACE_S / 3) == 0
+
+    def drain() -> None:
+        drain_service(service)
+        assert service.process.wait(0.75 * GRACE_S) == 0
+
+    texts = Streams(stack, ASKS).run(drain, after_chunks=4)
     assert texts == expected
     assert 1 <= num_migrations(stack, "draining") <= 2
     bring_back(stack, "completion-0", "SIGTERM of the service")

@@ -36,7 +36,12 @@ def test_a_stream_fails_with_the_loss_of_a_rank_and_the_engine_comes_back(stack:
     epoch, (first, second) = service.info()["epoch"], rank_processes(stack)
     with stack.client() as client:
         stream = client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=40, temperature=0, stream=True
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=4000,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         next(iter(stream))
         os.kill(first.pid, signal.SIGKILL)
@@ -44,6 +49,7 @@ def test_a_stream_fails_with_the_loss_of_a_rank_and_the_engine_comes_back(stack:
             list(stream)
     eventually(lambda: not second.is_running(), "the other rank has ended too")
     eventually(service.is_ready, "the service has started another engine", 60.0)
+    eventually(stack.services["proxy"].is_ready, "the proxy has seen it")
     assert service.info()["epoch"] != epoch
     assert complete(stack, OTHER) == expected(OTHER)
     assert len(rank_processes(stack)) == 2
