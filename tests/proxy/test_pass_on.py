@@ -82,6 +82,23 @@ async def test_a_handover_that_is_left_is_taken_by_another_completion_engine(
         assert fleet.prompt.withdrawn == []
 
 
+@pytest.mark.parametrize("has_link", [False, True])
+async def test_a_handover_that_a_silent_engine_does_not_take_is_taken_by_another(has_link: bool) -> None:
+    async def says_nothing(call: Call) -> None:
+        await call.accept()
+        await call.client_left.wait()
+
+    fleet = Fleet(says_nothing, has_link=has_link)
+    patience = {"first_byte_timeout_s": 1.0}
+    async with stack(*fleet.engines, completion_policy="round_robin", max_migrations=5, **patience) as running:
+        response = await running.complete()
+        assert (response.status_code, response.json()["choices"][0]["text"]) == (200, TEXT)
+        assert running.metric("tandem_proxy_migrations_total", reason="timeout", stage="handover") == 1
+        assert fleet.first.calls[0].client_left.is_set()
+        assert len(fleet.prompt.calls) == 1
+        assert fleet.prompt.withdrawn == []
+
+
 async def test_a_prompt_that_is_still_computed_when_its_first_taker_declines_is_computed_once() -> None:
     fleet = Fleet(declines)
     is_declined = asyncio.Event()
