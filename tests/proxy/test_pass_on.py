@@ -90,7 +90,9 @@ async def test_a_handover_that_a_silent_engine_does_not_take_is_taken_by_another
 
     fleet = Fleet(says_nothing, has_link=has_link)
     patience = {"first_byte_timeout_s": 1.0}
-    async with stack(*fleet.engines, completion_policy="round_robin", max_migrations=5, **patience) as running:
+    async with stack(
+        *fleet.engines, completion_policy="round_robin", max_migrations=5, **patience
+    ) as running:
         response = await running.complete()
         assert (response.status_code, response.json()["choices"][0]["text"]) == (200, TEXT)
         assert running.metric("tandem_proxy_migrations_total", reason="timeout", stage="handover") == 1
