@@ -75,12 +75,17 @@ class MockEngine:
         self._num_at_once = num_at_once
         self.text_streams: dict[MockConnection, TextStream] = {}
         self.links: dict[MockConnection, Link] = {}
+        self.can_step = asyncio.Event()
+        """Some stream may have taken a token; an engine without pace would otherwise never sleep, and take
+        a processor from what is measured."""
 
     def step(self) -> None:
+        self.can_step.clear()
         for stream in list(self.text_streams.values()):
             self.step_text(stream)
         for link in self.links.values():
             if not link.connection.is_paused and link.streams:
+                self.can_step.set()
                 parts = [self._part(number, stream) for number, stream in link.streams.items()]
                 link.streams = {number: stream for number, stream in link.streams.items() if stream.num_left}
                 link.connection.write_chunk(frame(parts))
@@ -88,6 +93,7 @@ class MockEngine:
     def step_text(self, stream: TextStream) -> None:
         if stream.connection.is_paused:
             return
+        self.can_step.set()
         stream.num_left -= 1
         stream.connection.write_chunk(stream.chunk)
         if not stream.num_left:
@@ -103,6 +109,7 @@ class MockEngine:
             parts.append(self._part(message.stream, stream))
         if stream.num_left:
             link.streams[message.stream] = stream
+            self.can_step.set()
         link.connection.write_chunk(frame(parts))
 
     def beat(self) -> None:
@@ -210,6 +217,7 @@ class MockConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.is_paused = False
+        self._engine.can_step.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -258,13 +266,15 @@ async def serve(port: int, step_s: float, model: str, num_at_once: int) -> None:
     engine = MockEngine(model, num_at_once)
     await loop.create_server(lambda: MockConnection(engine), "127.0.0.1", port, backlog=2048)
     asyncio.create_task(_every(BEAT_S, engine.beat))  # noqa: RUF006 - the process lives as long as it does
-    await _every(step_s, engine.step)
+    await _every(step_s, engine.step, engine.can_step)
 
 
-async def _every(period_s: float, act: Callable[[], None]) -> None:
+async def _every(period_s: float, act: Callable[[], None], may_act: asyncio.Event | None = None) -> None:
     loop = asyncio.get_running_loop()
     next_s = loop.time()
     while True:
+        if may_act is not None:
+            await may_act.wait()
         next_s = max(next_s + period_s, loop.time())
         await asyncio.sleep(next_s - loop.time())
         act()

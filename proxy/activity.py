@@ -36,10 +36,15 @@ class Trace:
     ended_s: float | None = None
     num_migrations: int = 0
 
+    @property
+    def is_to_arrive(self) -> bool:
+        """The completion engine has yet to answer."""
+        return self.is_pair and self.arrived_s is None
+
     def token(self, now_s: float, *, is_first_of_choice: bool) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
-        elif self.arrived_s is None and self.is_pair and not is_first_of_choice:
+        elif self.is_to_arrive and not is_first_of_choice:
             self.arrived_s = now_s
 
     def moved(self, route: HasEngines) -> None:
@@ -53,7 +58,7 @@ class Trace:
             return "ended"
         if self.first_token_s is None:
             return "prompt"
-        return "hand-over" if self.is_pair and self.arrived_s is None else "completion"
+        return "hand-over" if self.is_to_arrive else "completion"
 
 
 @dataclass(slots=True)
@@ -101,10 +106,14 @@ class Activity:
         return tuple(self._open.values())
 
     def first_token(self, waited_s: float, now_s: float) -> None:
-        _add(self._bucket(now_s).first_token_s, waited_s)
+        samples = self._counted(now_s).first_token_s
+        if len(samples) < MAX_SAMPLES:
+            samples.append(waited_s)
 
     def next_token(self, waited_s: float, now_s: float) -> None:
-        _add(self._bucket(now_s).inter_token_s, waited_s)
+        samples = self._counted(now_s).inter_token_s
+        if len(samples) < MAX_SAMPLES:
+            samples.append(waited_s)
 
     def buckets(self) -> list[Bucket]:
         """Of the last minutes, the oldest first; those without anything are empty, the current one is out."""
@@ -113,7 +122,8 @@ class Activity:
         numbers = range(current - NUM_BUCKETS + 1, current)
         return [known.get(number) or Bucket(number) for number in numbers]
 
-    def _bucket(self, now_s: float) -> Bucket:
+    def _counted(self, now_s: float) -> Bucket:
+        """The bucket of this moment, with one token more."""
         number = int(now_s / self.bucket_s)
         if not self._buckets or self._buckets[-1].number != number:
             self._buckets.append(Bucket(number))
@@ -125,11 +135,6 @@ class Activity:
         """Nothing is with the engines and ended."""
         assert all(trace.ended_s is None for trace in self._open.values())
         assert len(self._ended) <= NUM_TRACES
-
-
-def _add(samples: list[float], waited_s: float) -> None:
-    if len(samples) < MAX_SAMPLES:
-        samples.append(waited_s)
 
 
 def quantile(samples: Sequence[float], share: float) -> float | None:

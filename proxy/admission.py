@@ -9,10 +9,10 @@
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Self
 
 from proxy.errors import Overloaded
 
@@ -93,20 +93,19 @@ class Admission:
         ahead = sum(other.num_tokens for other in self._waiting if -other.rank[0] >= priority)
         return self._rate.seconds_for(self._num_under_way + ahead + num_tokens)
 
-    @asynccontextmanager
-    async def admitted(self, num_tokens: int, priority: int) -> AsyncIterator["Admitted"]:
-        """Returns when the request may begin; raises `Overloaded`. Leaving the context ends it."""
+    def admitted(self, num_tokens: int, priority: int) -> "Admitted":
+        """A context that is entered when the request may begin; raises `Overloaded`. Leaving it ends it."""
+        return Admitted(self, num_tokens, priority)
+
+    async def enter(self, num_tokens: int, priority: int) -> bool:
+        """Returns when the request may begin, and whether it had to wait."""
         self._refuse_if_hopeless(num_tokens, priority)
         has_waited = bool(self._waiting) or not self._has_room(num_tokens)
         if has_waited:
             await self._wait(num_tokens, priority)
         else:
             self._begin(num_tokens)
-        place = Admitted(self, num_tokens, has_waited)
-        try:
-            yield place
-        finally:
-            place.end(is_computed=False)
+        return has_waited
 
     def check_invariants(self) -> None:
         """Once nothing is open, nothing waits and nothing is under way."""
@@ -167,13 +166,21 @@ class Admission:
 
 
 class Admitted:
-    """One request that has begun."""
+    """One request that has begun, once the context is entered."""
 
-    def __init__(self, admission: Admission, num_tokens: int, has_waited: bool) -> None:
+    def __init__(self, admission: Admission, num_tokens: int, priority: int) -> None:
         self._admission = admission
         self._num_tokens = num_tokens
+        self._priority = priority
         self._is_over = False
-        self.has_waited = has_waited
+        self.has_waited = False
+
+    async def __aenter__(self) -> Self:
+        self.has_waited = await self._admission.enter(self._num_tokens, self._priority)
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        self.end(is_computed=False)
 
     def end(self, *, is_computed: bool) -> None:
         """The first token is there, or none will come; only the first call counts."""

@@ -45,6 +45,8 @@ class ChoiceClock:
         self._on_first = on_first
         self._metrics = metrics
         self._activity = activity
+        self._observe = metrics.inter_token.observe
+        self._next_token = activity.next_token
         self._trace = trace
         self._endpoint = endpoint
         self._previous_s = started_s
@@ -53,16 +55,16 @@ class ChoiceClock:
     def tick(self) -> None:
         now_s = time.monotonic()
         elapsed_s, self._previous_s = now_s - self._previous_s, now_s
-        if self._trace.arrived_s is None:
+        if self._is_first or self._trace.is_to_arrive:
             self._trace.token(now_s, is_first_of_choice=self._is_first)
         if self._is_first:
-            self._metrics.time_to_first_token.labels(self._endpoint).observe(elapsed_s)
+            self._metrics.time_to_first_token_of(self._endpoint).observe(elapsed_s)
             self._activity.first_token(elapsed_s, now_s)
             self._is_first = False
             self._on_first()
         else:
-            self._metrics.inter_token.observe(elapsed_s)
-            self._activity.next_token(elapsed_s, now_s)
+            self._observe(elapsed_s)
+            self._next_token(elapsed_s, now_s)
 
 
 class Choice:
@@ -84,6 +86,7 @@ class Choice:
         self._clock = clock
         self._out = out
         self._echo = echo
+        self._is_text_only = text.is_text_only and parser.is_plain and echo is None
         self._num_cached_tokens: int | None = None
         self.num_reasoning_tokens = 0
         """Tokens after which the model was still thinking."""
@@ -101,6 +104,9 @@ class Choice:
         self._clock.tick()
         if self._num_cached_tokens is None:
             self._num_cached_tokens = batch.num_cached_tokens
+        if self._is_text_only and batch.finish_reason is None:
+            self._out.write_content(self._text.push_text(batch.tokens))
+            return True
         if self._echo is not None:
             return self._accept_first(self._echo, batch)
         if not self._parser.may_think or len(batch.tokens) <= 1:
@@ -136,6 +142,10 @@ class Choice:
 class ChoiceOutput(Protocol):
     def write(self, delta: MessageDelta) -> None: ...
 
+    def write_content(self, text: str) -> None:
+        """A delta with this content and nothing else; it may be empty."""
+        ...
+
 
 class StreamedChoice:
     """Writes each delta to the client at once."""
@@ -146,6 +156,12 @@ class StreamedChoice:
         self._stream = stream
         self._is_first = True
         self._content_chunks = stream.content_chunks(index)
+
+    def write_content(self, text: str) -> None:
+        if self._content_chunks is None or self._is_first:
+            self.write(MessageDelta(content=text))
+        elif text:
+            self._client.send_events(self._content_chunks.chunk(text))
 
     def write(self, delta: MessageDelta) -> None:
         if self._content_chunks is not None and delta.is_plain and not self._is_first:
@@ -197,6 +213,9 @@ class WholeChoice:
         self._calls: list[ToolCall] = []
         self._logprobs: list[TokenText] = []
         self._finish_reason: FinishReason | None = None
+
+    def write_content(self, text: str) -> None:
+        self._content.append(text)
 
     def write(self, delta: MessageDelta) -> None:
         self._content.append(delta.content)

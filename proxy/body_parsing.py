@@ -65,8 +65,8 @@ def unsupported(name: str, value: object) -> BadRequest:
 def _refuse_unsupported(
     fields: Mapping[str, Any], asks_for_nothing: Mapping[str, tuple[object, ...]]
 ) -> None:
-    for name, neutrals in asks_for_nothing.items():
-        value = fields.get(name)
+    for name in fields.keys() & asks_for_nothing.keys():
+        value, neutrals = fields[name], asks_for_nothing[name]
         if value is not None and not any(_is_same(value, neutral) for neutral in neutrals):
             raise unsupported(name, value)
 

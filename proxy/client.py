@@ -1,12 +1,13 @@
 """The client's side of one exchange: its body, its answer, and the moment it leaves."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from proxy.asgi import Receive, Scope, Send
 from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongKey
 from proxy.event_writer import EventWriter
-from proxy.http_protocol import ABORT
+from proxy.http_protocol import ABORT, ON_LEFT, WRITE
 from wire.json_body import to_json
 
 LINGER_S = 2.0
@@ -31,7 +32,10 @@ class Client:
         self._writer: EventWriter | None = None
         self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when a stream's client is given up because it does not read."""
-        self._abort = scope.get("extensions", {}).get(ABORT)
+        extensions = scope.get("extensions", {})
+        self._abort = extensions.get(ABORT)
+        self._write = extensions.get(WRITE)
+        self._on_left = extensions.get(ON_LEFT)
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._has_head = False
         self.headers: dict[str, str] = {}
@@ -68,10 +72,31 @@ class Client:
             if not message.get("more_body", False):
                 return bytes(body)
 
-    async def left(self) -> None:
-        """Return when the client has left; the body must have been read."""
+    @contextmanager
+    def watched(self, gone: Callable[[ClientGone], None]) -> Iterator[None]:
+        """`gone` is called when the client leaves, or is given up; the body must have been read."""
+
+        def left(_: object = None) -> None:
+            gone(ClientGone())
+
+        self.gave_up.add_done_callback(left)
+        if self._on_left is not None:
+            self._on_left(left)
+            try:
+                yield
+            finally:
+                self._on_left(None)
+        else:
+            waiting = asyncio.create_task(self._wait_until_left(left))
+            try:
+                yield
+            finally:
+                waiting.cancel()
+
+    async def _wait_until_left(self, left: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        left()
 
     async def send_json(self, status: int, content: bytes) -> None:
         await self._send_head(
@@ -102,6 +127,7 @@ class Client:
                 self.gave_up,
                 max_backlog_bytes=self._max_backlog_bytes,
                 stall_timeout_s=self._stall_timeout_s,
+                **({} if self._write is None else {"write": self._write}),
             )
         self._writer.put(events)
 

@@ -37,6 +37,7 @@ class Vocabulary:
         )
         self.is_byte_level = _is_byte_level(tokenizer)
         self._bytes: dict[int, bytes] = {}
+        self._whole: dict[int, str | None] = {}
 
     def detokenizer(self, visible_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """`visible_ids`: special tokens that are text all the same."""
@@ -56,6 +57,14 @@ class Vocabulary:
         if known is None:
             known = self._bytes[token_id] = self._find_bytes(token_id)
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The token's text where its bytes are whole characters; None for parts of characters."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            text = self._whole[token_id] = _as_text(self.token_bytes(token_id))
+            return text
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
@@ -80,13 +89,22 @@ class ByteLevelDetokenizer:
         self._vocabulary = vocabulary
         self._hidden_ids = hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True
+        """The decoder holds no part of a character."""
 
     def push(self, token_id: int) -> str:
         if token_id in self._hidden_ids:
             return ""
-        return self._decoder.decode(self._vocabulary.token_bytes(token_id))
+        if self._is_between:
+            text = self._vocabulary.whole_text(token_id)
+            if text is not None:
+                return text
+        text = self._decoder.decode(self._vocabulary.token_bytes(token_id))
+        self._is_between = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
+        self._is_between = True
         return self._decoder.decode(b"", final=True)
 
 
@@ -122,6 +140,13 @@ class WindowDetokenizer:
             self._ids = self._ids[self._num_context :]
             self._num_context = len(self._ids)
         return text[len(before) :]
+
+
+def _as_text(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

@@ -1,8 +1,9 @@
 """Ends the proxy politely: no new requests, running ones finish within a grace, then the server stops."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from proxy.asgi import ASGIApp, Message, Receive, Scope, Send
 from proxy.errors import NotServing
@@ -14,7 +15,9 @@ class Draining:
     """Counts open requests and knows whether new ones are taken."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: dict[int, Callable[[NotServing], None]] = {}
+        """How to end each open request."""
+        self._numbers = count()
         self._idle = asyncio.Event()
         self._idle.set()
         self._begun = asyncio.Event()
@@ -26,25 +29,27 @@ class Draining:
 
     @property
     def num_open_requests(self) -> int:
-        return len(self._tasks)
+        return len(self._open)
 
     def begin(self) -> None:
         self._begun.set()
 
     @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Count the current task as an open request; raises `NotServing` once draining has begun."""
+    def admit(self, cut: Callable[[NotServing], None]) -> Iterator[None]:
+        """Count an open request; raises `NotServing` once draining has begun.
+
+        `cut` is called where the request outlives the grace.
+        """
         if self.has_begun:
             raise NotServing("this proxy is shutting down", code="shutting_down")
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+        number = next(self._numbers)
+        self._open[number] = cut
         self._idle.clear()
         try:
             yield
         finally:
-            self._tasks.discard(task)
-            if not self._tasks:
+            del self._open[number]
+            if not self._open:
                 self._idle.set()
 
     async def finish(self, grace_s: float) -> None:
@@ -55,8 +60,12 @@ class Draining:
                 await self._idle.wait()
         except TimeoutError:
             self.is_expired = True
-            for task in self._tasks:
-                task.cancel()
+            for cut in list(self._open.values()):
+                cut(
+                    NotServing(
+                        "this proxy was shut down before the answer was complete", code="shutting_down"
+                    )
+                )
             await self._idle.wait()
 
 

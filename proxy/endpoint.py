@@ -28,6 +28,7 @@ from proxy.errors import (
     RequestTimeout,
 )
 from proxy.generation_api import AnswerContext, GenerationApi
+from proxy.interruption import Interruption
 from proxy.key_limits import KeyGate
 from proxy.kv_transfer_params import FIELD
 from proxy.legs import EngineCalls
@@ -152,7 +153,7 @@ class _Exchange:
             settings = services.settings
             body = await self._client.read_body(settings.max_body_bytes, settings.body_timeout_s)
             self._started_s = time.monotonic()
-            await self._serve_until_client_leaves(body)
+            await self._serve_until_interrupted(body)
         except ClientGone:
             status = "client_left"
             services.metrics.cancellations.labels(self._stage()).inc()
@@ -167,33 +168,25 @@ class _Exchange:
             await self._send_failure(ProxyError("the proxy failed to serve this request", code="internal"))
         finally:
             await self._client.close()
-        services.metrics.requests.labels(self._api.path, status).inc()
-        self._log(status)
+        services.metrics.requests_of(self._api.path, status).inc()
+        if logger.isEnabledFor(logging.INFO):
+            self._log(status)
 
-    async def _serve_until_client_leaves(self, body: bytes) -> None:
+    async def _serve_until_interrupted(self, body: bytes) -> None:
         """Watches the connection from the first moment on: an engine can be silent for seconds."""
-        serving = asyncio.create_task(self._serve(self._api.parse(body)))
-        leaving = asyncio.create_task(self._client.left())
-        try:
-            timeout_s = self._timeout_s()
-            done, _ = await asyncio.wait(
-                (serving, leaving, self._client.gave_up),
-                timeout=timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not done:
-                raise RequestTimeout(f"the answer was not complete within {timeout_s:g} s")
-            if not serving.done():
-                raise ClientGone
-            if serving.cancelled():
-                raise NotServing(
-                    "this proxy was shut down before the answer was complete", code="shutting_down"
-                )
-            serving.result()
-        finally:
-            serving.cancel()
-            leaving.cancel()
-            await asyncio.gather(serving, leaving, return_exceptions=True)
+        request, timeout_s = self._api.parse(body), self._timeout_s()
+        with Interruption() as work:
+            timer = None if timeout_s is None else self._interrupt_after(timeout_s, work)
+            try:
+                with self._client.watched(work.interrupt), self._services.draining.admit(work.interrupt):
+                    await self._serve(request)
+            finally:
+                if timer is not None:
+                    timer.cancel()
+
+    def _interrupt_after(self, timeout_s: float, work: Interruption) -> asyncio.TimerHandle:
+        error = RequestTimeout(f"the answer was not complete within {timeout_s:g} s")
+        return asyncio.get_running_loop().call_later(timeout_s, work.interrupt, error)
 
     def _timeout_s(self) -> float | None:
         """The server's limit, or the client's if it is shorter."""
@@ -212,8 +205,7 @@ class _Exchange:
         services = self._services
         kind = "true" if request.stream else "false"
         with (
-            services.draining.admit(),
-            services.metrics.open_requests.labels(kind).track_inprogress(),
+            services.metrics.open_requests_of(kind).track_inprogress(),
             services.key_use.open(self._key),
         ):
             self._priority = request.priority or 0
@@ -243,7 +235,7 @@ class _Exchange:
         """A fallback to an engine that serves alone must be visible to operators and clients."""
         kinds = [kind_of(prompt.route) for prompt in prepared]
         for kind in kinds:
-            self._services.metrics.routes.labels(kind).inc()
+            self._services.metrics.routes_of(kind).inc()
         self._client.headers["x-tandem-route"] = ",".join(sorted(set(kinds)))
 
     def _answer_context(self) -> AnswerContext:
@@ -285,7 +277,7 @@ class _Exchange:
         text = TextStream(
             model.vocabulary,
             stops=request.stop,
-            end_token_ids=model.eos_token_ids | set(request.stop_token_ids or ()),
+            end_token_ids=model.eos_token_ids.union(request.stop_token_ids or ()),
             visible_ids=model.visible_tag_ids if prompt.form.has_parts else frozenset(),
             with_logprobs=request.num_logprobs is not None,
             num_chars_before=0 if prompt.echo is None else len(prompt.echo.text),

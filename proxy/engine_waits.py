@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
+from types import TracebackType
 from typing import TypeVar
 
 from proxy.engines import Engine
@@ -18,18 +18,18 @@ class EngineWaits:
     def __init__(self) -> None:
         self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
 
-    @asynccontextmanager
-    async def on(self, engine: Engine, timeout_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Raises `TimeoutError` after `timeout_s`, or as soon as the engine is given up."""
-        waits = self._waits[engine.url]
-        async with asyncio.timeout(timeout_s) as wait:
-            waits.add(wait)
-            try:
-                yield wait
-            finally:
-                waits.discard(wait)
-                if not waits and self._waits.get(engine.url) is waits:
-                    del self._waits[engine.url]  # engines come and go, and their addresses with them
+    def on(self, engine: Engine, timeout_s: float | None) -> "EngineWait":
+        """A context that raises `TimeoutError` after `timeout_s`, or as soon as the engine is given up."""
+        return EngineWait(self, engine.url, timeout_s)
+
+    def begin(self, url: str, wait: asyncio.Timeout) -> None:
+        self._waits[url].add(wait)
+
+    def end(self, url: str, wait: asyncio.Timeout) -> None:
+        waits = self._waits[url]
+        waits.discard(wait)
+        if not waits:
+            del self._waits[url]  # engines come and go, and their addresses with them
 
     async def within(self, timeout_s: float | None, engine: Engine, work: Awaitable[ResultT]) -> ResultT:
         """The result of `work`; `EngineTooSlow` where it does not come."""
@@ -49,6 +49,26 @@ class EngineWaits:
     @property
     def num_waits(self) -> int:
         return sum(map(len, self._waits.values()))
+
+
+class EngineWait:
+    """One wait; where a new time can be set for it."""
+
+    def __init__(self, waits: EngineWaits, url: str, timeout_s: float | None) -> None:
+        self._waits = waits
+        self._url = url
+        self._timeout = asyncio.timeout(timeout_s)
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        await self._timeout.__aenter__()
+        self._waits.begin(self._url, self._timeout)
+        return self._timeout
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._waits.end(self._url, self._timeout)
+        await self._timeout.__aexit__(kind, error, traceback)
 
 
 def too_slow(engine: Engine, timeout_s: float | None) -> EngineTooSlow:

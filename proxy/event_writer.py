@@ -13,16 +13,29 @@ from typing import Any
 
 SendPart = Callable[[bytes, bool], Coroutine[Any, Any, None]]
 """Sends a part of a body, and whether it is the last; waits while the client's buffers are full."""
+WritePart = Callable[[bytes], bool]
+"""Writes a part of a body at once; False where that has to wait, or is to be done by `SendPart`."""
+
+
+def _never(data: bytes) -> bool:
+    return False
 
 
 class EventWriter:
     """Owned by the stream's `Client`."""
 
     def __init__(
-        self, send: SendPart, gave_up: asyncio.Future[None], *, max_backlog_bytes: int, stall_timeout_s: float
+        self,
+        send: SendPart,
+        gave_up: asyncio.Future[None],
+        *,
+        max_backlog_bytes: int,
+        stall_timeout_s: float,
+        write: WritePart = _never,
     ) -> None:
         """`gave_up` becomes done when the client has been given up."""
         self._send = send
+        self._write_now = write
         self._gave_up = gave_up
         self._max_backlog_bytes = max_backlog_bytes
         self._stall_timeout_s = stall_timeout_s
@@ -76,6 +89,12 @@ class EventWriter:
             return
         if not self._backlog and not self._is_ended:
             return
+        if not self._is_ended:
+            data = self._backlog[0] if len(self._backlog) == 1 else b"".join(self._backlog)
+            if self._write_now(data):
+                self._backlog.clear()
+                self._num_bytes = 0
+                return
         sending, num_bytes = self._next_part()
         try:
             # The first step of an ASGI server's `send` is its last, unless the client's buffers are full.

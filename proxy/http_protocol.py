@@ -1,29 +1,67 @@
-"""uvicorn's HTTP/1.1, with two things that ASGI has no words for: cutting a connection, and heads that wait.
+"""uvicorn's HTTP/1.1, with what ASGI has no words for: cutting a connection, hearing of its end without a
+task that waits for it, writing parts of a body without waiting, and heads that wait.
 
 A response's head leaves together with the first part of its body, if that comes in the same turn of the event
 loop: uvicorn writes them one by one, and each write is a call of the kernel and wakes the client.
 """
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 ABORT = "tandem.abort"
 """In a scope's `extensions`: a function that closes the connection, and drops what was not sent yet.
 
 uvicorn itself would close it once everything is sent, which a client that does not read puts off for ever."""
+WRITE = "tandem.write"
+"""A function that writes a part of a chunked body now; False where that has to wait, or a head comes first."""
+ON_LEFT = "tandem.on_left"
+"""A function that takes what is to be called when the client leaves before the response is complete."""
 
 
 class HttpProtocol(HttpToolsProtocol):
+    _left: Callable[[], None] | None = None
+    """Of the exchange under way; one at a time, however many requests were sent ahead."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.transport = cast(asyncio.Transport, HeadsWait(transport))
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        left, self._left = self._left, None
+        if left is not None:
+            left()
+
+    def on_headers_complete(self) -> None:
+        scope = self.scope
+        super().on_headers_complete()
         # The type knows only the extensions that ASGI names, which are dictionaries.
-        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
+        scope["extensions"] = {
+            ABORT: self.transport.abort,  # type: ignore[dict-item]
+            WRITE: partial(_write, self.cycle, cast(HeadsWait, self.transport)),  # type: ignore[dict-item]
+            ON_LEFT: self._on_left,  # type: ignore[dict-item]
+        }
+
+    def _on_left(self, left: Callable[[], None] | None) -> None:
+        self._left = left
+        if left is not None and self.transport.is_closing():
+            self.loop.call_soon(self._has_left, left)
+
+    def _has_left(self, left: Callable[[], None]) -> None:
+        if self._left is left:
+            self._left = None
+            left()
+
+
+def _write(cycle: RequestResponseCycle, transport: "HeadsWait", data: bytes) -> bool:
+    if not cycle.chunked_encoding or transport.head or cycle.flow.write_paused or cycle.disconnected:
+        return False
+    transport.pass_on(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 class HeadsWait:
@@ -31,13 +69,15 @@ class HeadsWait:
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._head = b""
+        self.head = b""
+        """It waits."""
+        self.pass_on = transport.write
 
     def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
+        if self.head:
+            data, self.head = self.head + data, b""
         elif data.startswith(b"HTTP/1.1 "):
-            self._head = data
+            self.head = data
             asyncio.get_running_loop().call_soon(self._let_go)
             return
         self._transport.write(data)
@@ -47,7 +87,7 @@ class HeadsWait:
         self._transport.close()
 
     def _let_go(self) -> None:
-        head, self._head = self._head, b""
+        head, self.head = self.head, b""
         if head and not self._transport.is_closing():
             self._transport.write(head)
 

@@ -7,7 +7,7 @@ prompt engine has computed outlives its call: a hand-over that nobody takes is w
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -25,6 +25,7 @@ from proxy.errors import (
 )
 from proxy.event_stream import EventStreamParser, EventStreamTooLong
 from proxy.leg_batch import CompletionLeg, LegBatch, TakeBatch
+from proxy.linked_leg import LinkedLeg
 from proxy.loads import STREAM_TOKENS, EngineLoads
 from proxy.token_batch import TokenBatch
 from proxy.token_link import TokenLinks
@@ -130,34 +131,27 @@ class EngineCalls:
         except (httpx.HTTPError, TimeoutError) as error:
             logger.info("hand-over %s is left to its lease: %s", handover_id, _reason(error))
 
-    @asynccontextmanager
-    async def completion(
+    def completion(
         self, engine: Engine, request: CompletionRequest, timeout_s: float | None
-    ) -> AsyncIterator[CompletionLeg]:
+    ) -> AbstractAsyncContextManager[CompletionLeg]:
         """A completion stream, accepted within `timeout_s`; leaving the context before its end aborts it."""
         num_tokens = len(request.prompt_token_ids) + STREAM_TOKENS * request.num_completions
+        if self._links is not None and engine.info is not None and engine.info.has_token_link:
+            return _LinkedCompletion(self._links, self.loads, engine, request, num_tokens, timeout_s)
+        return self._separate_completion(engine, request, num_tokens, timeout_s)
+
+    @asynccontextmanager
+    async def _separate_completion(
+        self, engine: Engine, request: CompletionRequest, num_tokens: int, timeout_s: float | None
+    ) -> AsyncIterator[CompletionLeg]:
+        """As a request of its own, over SSE."""
         with self.loads.on(engine, num_tokens):
-            async with self._completion_leg(engine, request, timeout_s) as leg:
+            async with self._open(engine, "/v1/completion", request, timeout_s) as response:
+                leg = EventStreamLeg(engine, response, self.waits)
                 try:
                     yield leg
                 finally:
                     await leg.close()
-
-    @asynccontextmanager
-    async def _completion_leg(
-        self, engine: Engine, request: CompletionRequest, timeout_s: float | None
-    ) -> AsyncIterator[CompletionLeg]:
-        if self._links is not None and engine.info is not None and engine.info.has_token_link:
-            linked = await self._links.open(engine, request)
-            try:
-                await linked.accepted(timeout_s)
-            except BaseException:
-                await linked.close()
-                raise
-            yield linked
-            return
-        async with self._open(engine, "/v1/completion", request, timeout_s) as response:
-            yield EventStreamLeg(engine, response, self.waits)
 
     @asynccontextmanager
     async def _open(
@@ -180,6 +174,37 @@ class EngineCalls:
                 yield response
             finally:
                 await response.aclose()
+
+
+@dataclass(slots=True)
+class _LinkedCompletion:
+    """A context of its own: two generators would take as long as all else that happens here."""
+
+    _links: TokenLinks
+    _loads: EngineLoads
+    _engine: Engine
+    _request: CompletionRequest
+    _num_tokens: int
+    _timeout_s: float | None
+    _leg: LinkedLeg | None = None
+
+    async def __aenter__(self) -> CompletionLeg:
+        self._loads.add(self._engine, self._num_tokens)
+        try:
+            leg = self._leg = await self._links.open(self._engine, self._request)
+            await leg.accepted(self._timeout_s)
+        except BaseException:
+            await self._end()
+            raise
+        return leg
+
+    async def __aexit__(self, *failure: object) -> None:
+        await self._end()
+
+    async def _end(self) -> None:
+        self._loads.take_off(self._engine, self._num_tokens)
+        if self._leg is not None:
+            await self._leg.close()
 
 
 class EventStreamLeg:

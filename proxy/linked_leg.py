@@ -75,25 +75,20 @@ class LinkedLeg:
             self._early.append(batch)
         else:
             self._heard_s = now_s
-            self._forward(self._take_batch, batch)
-            return
+            try:
+                if self._take_batch(batch):
+                    return
+                self._take_batch = None
+            except Exception as error:  # belongs to whoever waits in `forward`
+                self._take_batch = None
+                self._wake(error)
+                return
         self._wake()
 
     def check_stall(self, now_s: float) -> None:
         stall_s = self._stall_s
         if self._take_batch is not None and stall_s is not None and now_s - self._heard_s > stall_s:
             self._wake(too_slow(self.engine, stall_s))
-
-    def _forward(self, take: TakeBatch, batch: LegBatch) -> None:
-        try:
-            wants_more = take(batch)
-        except Exception as error:  # belongs to whoever waits in `forward`
-            self._take_batch = None
-            self._wake(error)
-        else:
-            if not wants_more:
-                self._take_batch = None
-                self._wake()
 
     async def _something(self) -> None:
         self._waiting = asyncio.get_running_loop().create_future()

@@ -22,12 +22,22 @@ class EngineLoads:
 
     @contextmanager
     def on(self, engine: Engine, num_tokens: int) -> Iterator[None]:
-        self._tokens[engine.url] += num_tokens
+        self.add(engine, num_tokens)
         try:
             yield
         finally:
-            self._tokens[engine.url] -= num_tokens
+            self.take_off(engine, num_tokens)
+
+    def add(self, engine: Engine, num_tokens: int) -> None:
+        self._tokens[engine.url] += num_tokens
+
+    def take_off(self, engine: Engine, num_tokens: int) -> None:
+        num_left = self._tokens[engine.url] - num_tokens
+        if num_left:
+            self._tokens[engine.url] = num_left
+        else:
+            del self._tokens[engine.url]  # engines come and go, and their addresses with them
 
     def check_invariants(self) -> None:
         """Once nothing is open, nothing is counted."""
-        assert not any(self._tokens.values()), self._tokens
+        assert not self._tokens, self._tokens

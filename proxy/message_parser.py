@@ -43,6 +43,11 @@ class MessageParser:
         self._has_calls = False
 
     @property
+    def is_plain(self) -> bool:
+        """All text is content."""
+        return self._splitter is None and self._tools is None
+
+    @property
     def is_thinking(self) -> bool:
         return self._splitter is not None and self._splitter.is_thinking
 
@@ -52,7 +57,7 @@ class MessageParser:
         return self._splitter is not None and not self._splitter.is_over
 
     def push(self, delta: TextDelta) -> MessageDelta:
-        if self._splitter is None and self._tools is None:
+        if self.is_plain:
             return MessageDelta(
                 content=delta.text, logprobs=delta.logprobs, finish_reason=delta.finish_reason
             )

@@ -1,5 +1,8 @@
 """Every metric of the proxy, in a registry of its own; `docs/metrics.md` lists them for users."""
 
+from collections.abc import Callable
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from proxy.discovery.errors import ClusterRefused
@@ -22,12 +25,15 @@ class ProxyMetrics:
             ("endpoint", "status"),
             registry=registry,
         )
+        self.requests_of: Callable[[str, str], Counter] = cache(self.requests.labels)
+        """What every request looks up is remembered, here and below: `labels` takes a lock each time."""
         self.routes = Counter(
             "tandem_proxy_routes",
             "Prompts sent to engines, by route: pair, normal for one that serves alone, leg for one of two",
             ("kind",),
             registry=registry,
         )
+        self.routes_of: Callable[[str], Counter] = cache(self.routes.labels)
         self.cancellations = Counter(
             "tandem_proxy_cancellations",
             "Requests whose client left before the answer was complete, by what it was waiting for",
@@ -41,6 +47,7 @@ class ProxyMetrics:
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
+        self.time_to_first_token_of: Callable[[str], Histogram] = cache(self.time_to_first_token.labels)
         self.inter_token = FastHistogram(
             "tandem_proxy_inter_token_seconds",
             "Between arrivals of tokens of one choice; tokens that arrive together count once",
@@ -53,12 +60,14 @@ class ProxyMetrics:
             ("kind",),
             registry=registry,
         )
+        self.tokens_of: Callable[[str], Counter] = cache(self.tokens.labels)
         self.open_requests = Gauge(
             "tandem_proxy_open_requests",
             "Generation requests being served now, by whether they stream",
             ("stream",),
             registry=registry,
         )
+        self.open_requests_of: Callable[[str], Gauge] = cache(self.open_requests.labels)
         self.leg_failures = Counter(
             "tandem_proxy_leg_failures",
             "Calls to engines that failed, by the engine's role and the reason",
@@ -115,6 +124,6 @@ class ProxyMetrics:
         self.leg_failures.labels(failure.role, failure.reason).inc()
 
     def count_tokens(self, num_prompt: int, num_cached: int, num_completion: int) -> None:
-        self.tokens.labels("prompt").inc(num_prompt)
-        self.tokens.labels("cached").inc(num_cached)
-        self.tokens.labels("completion").inc(num_completion)
+        self.tokens_of("prompt").inc(num_prompt)
+        self.tokens_of("cached").inc(num_cached)
+        self.tokens_of("completion").inc(num_completion)

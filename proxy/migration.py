@@ -94,7 +94,10 @@ class Progress:
         wants_more = self._sink.accept(batch)
         if not self.token_ids:
             self._began_s = time.monotonic()
-        self.token_ids += [token.token_id for token in batch.tokens]
+        if len(batch.tokens) == 1:
+            self.token_ids.append(batch.tokens[0].token_id)
+        else:
+            self.token_ids += [token.token_id for token in batch.tokens]
         self.is_done = batch.finish_reason is not None or not wants_more
         return wants_more and not self._is_to_leave
 

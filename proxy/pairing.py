@@ -157,9 +157,11 @@ def max_model_len(route: HasEngines) -> int:
 
 def longest_model_len(fleet: FleetSnapshot) -> int | None:
     """The tokens that some engine takes, whatever the route; None when nothing could be served."""
-    if route_at(fleet, 0) is None:
-        return None
-    return longest_of_any(fleet)
+    completions = fleet.routable("completion")
+    is_served = fleet.routable("normal") or any(
+        _partners(prompt, completions) for prompt in fleet.routable("prompt")
+    )
+    return longest_of_any(fleet) if is_served else None
 
 
 def longest_of_routes(fleet: FleetSnapshot) -> int:

@@ -2,7 +2,8 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from proxy.echo import Echo
 from proxy.errors import BadRequest, ContextExceeded, NotServing, UnknownModel
@@ -109,7 +110,7 @@ class Preparation:
         max_tokens = longest(self._routes.snapshot())
         if max_tokens is None:
             raise self._not_serving()
-        sampling = _sampling(request, self._text.vocab_size)
+        sampling = _sampling_fields(request, self._text.vocab_size)
         prompts = await self._rendered(request, max_tokens)
         if is_leg and len(prompts) > 1:
             raise BadRequest(f"{FIELD} are of one prompt, and there are {len(prompts)}", param="prompt")
@@ -168,9 +169,10 @@ class Preparation:
         self,
         request: ChatRequest | TextRequest,
         rendered: _Rendered,
-        sampling: SamplingParams,
+        sampling: Mapping[str, Any],
         session: str | None,
     ) -> PreparedPrompt:
+        """`sampling`: fields of `SamplingParams`, without the limits, which depend on the prompt."""
         if not rendered.token_ids:
             raise BadRequest("the prompt is empty", param=request.prompt_field, code="invalid_value")
         self._limits.check_prompt(len(rendered.token_ids), request.prompt_field)
@@ -189,7 +191,7 @@ class Preparation:
         max_tokens = self._limits.of_completion(_max_tokens(request, len(rendered.token_ids), route), asked)
         return PreparedPrompt(
             rendered.token_ids,
-            replace(sampling, max_tokens=max_tokens, min_tokens=_min_tokens(request, max_tokens)),
+            SamplingParams(**sampling, max_tokens=max_tokens, min_tokens=_min_tokens(request, max_tokens)),
             request.n or 1,
             route,
             rendered.form,
@@ -247,30 +249,28 @@ def _check_end_is_free(request: ChatRequest | TextRequest) -> None:
             )
 
 
-def _sampling(request: ChatRequest | TextRequest, vocab_size: int) -> SamplingParams:
-    """All but the limits, which depend on the prompt."""
+def _sampling_fields(request: ChatRequest | TextRequest, vocab_size: int) -> Mapping[str, Any]:
     structured = _structured(request)
     if structured is not None:
         _check_end_is_free(request)
     temperature = 1.0 if request.temperature is None else request.temperature
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=min(max(request.top_k or 0, 0), vocab_size),
-        top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or 0.0,
+    return {
+        "temperature": 0.0 if temperature < GREEDY_BELOW else temperature,
+        "top_k": min(max(request.top_k or 0, 0), vocab_size),
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "min_p": request.min_p or 0.0,
         # Both legs must draw from the same noise; OpenAI's seeds are signed.
-        seed=secrets.randbits(63) if request.seed is None else request.seed & MAX_SEED,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        structured=structured,
-        logprobs=request.num_logprobs,
-        prompt_logprobs=request.num_prompt_logprobs,
-        ignore_eos=bool(request.ignore_eos),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-    )
+        "seed": secrets.randbits(63) if request.seed is None else request.seed & MAX_SEED,
+        "presence_penalty": request.presence_penalty or 0.0,
+        "frequency_penalty": request.frequency_penalty or 0.0,
+        "repetition_penalty": 1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        "logit_bias": _logit_bias(request.logit_bias or {}, vocab_size),
+        "structured": structured,
+        "logprobs": request.num_logprobs,
+        "prompt_logprobs": request.num_prompt_logprobs,
+        "ignore_eos": bool(request.ignore_eos),
+        "stop_token_ids": tuple(request.stop_token_ids or ()),
+    }
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -359,7 +359,8 @@ class Relay:
         `prefilled`: what the engine was asked, where it has computed the prompt, too.
         """
         self._engine = engine
-        self._prefilled = prefilled
+        asks_for_logprobs = prefilled is not None and prefilled.sampling.prompt_logprobs is not None
+        self._prefilled = prefilled if asks_for_logprobs else None
         self._sinks = dict(sinks)
         self._next_index = dict.fromkeys(served, next_index)
         """Of the choices whose end the engine has not told."""
@@ -373,6 +374,14 @@ class Relay:
 
     def _take(self, batch: LegBatch) -> bool:
         for choice, part in batch.parts.items():
+            if len(part.tokens) == 1 and part.finish_reason is None and self._prefilled is None:
+                # As nearly always: the next token of a choice that goes on.
+                index, sink = part.tokens[0].index, self._sinks.get(choice)
+                if sink is not None and index == self._next_index.get(choice):
+                    self._next_index[choice] = index + 1
+                    if not sink.accept(part):
+                        del self._sinks[choice]
+                    continue
             self._pass_on(choice, part)
         if not self._sinks:
             return False

@@ -20,6 +20,10 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._strings
+
     def push(self, text: str) -> str:
         """The text that is surely before any stop string; a match sets `found`, and nothing follows it."""
         if not self._strings:

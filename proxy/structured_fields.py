@@ -70,7 +70,19 @@ class StructuredFields(Strict):
         """The field that errors about the form should name."""
         return next(iter(self._wishes()), "response_format")
 
+    def _asks_for_form(self) -> bool:
+        return not (
+            self.response_format is None
+            and self.structured_outputs is None
+            and self.guided_json is None
+            and self.guided_regex is None
+            and self.guided_choice is None
+            and self.guided_grammar is None
+        )
+
     def _wishes(self) -> dict[str, StructuredOutput]:
+        if not self._asks_for_form():
+            return {}
         asked = {
             "response_format": _of_format(self.response_format),
             "structured_outputs": _of_structured_outputs(self.structured_outputs),

@@ -154,6 +154,8 @@ class TextModel:
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Unlike `encode`, which keeps every thread waiting for a long text, a batch lets them run."""
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 

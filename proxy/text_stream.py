@@ -49,6 +49,19 @@ class TextStream:
         self.num_tokens = 0
         """Tokens that made this answer, those of the stop string and the end token included."""
 
+    @property
+    def is_text_only(self) -> bool:
+        """Nothing but text comes of tokens: no stop string ends the answer, and no logprobs are wanted."""
+        return self._stops.is_empty and not self._with_logprobs
+
+    def push_text(self, tokens: Sequence[OutputToken]) -> str:
+        """The text alone, of tokens that are not the last; only where `is_text_only`."""
+        self.num_tokens += len(tokens)
+        push = self._detokenizer.push
+        if len(tokens) == 1:
+            return push(tokens[0].token_id)
+        return "".join([push(token.token_id) for token in tokens])
+
     def push(self, tokens: Sequence[OutputToken], finish_reason: EndOfText | None) -> TextDelta:
         text, is_end = "", finish_reason is not None
         for position, token in enumerate(tokens):

@@ -34,6 +34,8 @@ def chained_hashes(before: bytes, tokens: bytes, block_size: int) -> list[bytes]
 
 def prompt_block_names(token_ids: Sequence[int], block_size: int, cache_salt: str = "") -> list[str]:
     """The names of a prompt's full blocks, as they stand in `CacheEvent`."""
+    if len(token_ids) < block_size:
+        return []
     tokens = array("i", token_ids).tobytes()
     return [each.hex() for each in chained_hashes(root_hash(cache_salt), tokens, block_size)]
 

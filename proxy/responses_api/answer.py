@@ -74,6 +74,9 @@ class StreamedResponse:
     def choice_output(self, index: int) -> ChoiceOutput:
         return self
 
+    def write_content(self, text: str) -> None:
+        self.write(MessageDelta(content=text))
+
     def write(self, delta: MessageDelta) -> None:
         events = [] if self._num_events else self._opening()
         events += self._response.items.push(delta)
@@ -116,6 +119,9 @@ class WholeResponse:
 
     def choice_output(self, index: int) -> ChoiceOutput:
         return self
+
+    def write_content(self, text: str) -> None:
+        self.write(MessageDelta(content=text))
 
     def write(self, delta: MessageDelta) -> None:
         self._response.items.push(delta)
