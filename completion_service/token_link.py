@@ -8,6 +8,7 @@
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -31,6 +32,12 @@ from wire.token_link import (
     decode_to_service,
     frame,
 )
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_PARTS = 1 << 18
+"""Ten seconds of 256 streams at 100 tokens per second. A proxy that has read nothing for so long is given up;
+its streams are aborted."""
 
 Check = Callable[[CompletionRequest], tuple[EngineLink, AddRequest]]
 
@@ -74,8 +81,9 @@ class TokenLinkEndpoint:
         )
         reading = asyncio.create_task(_read(receive, session))
         writing = asyncio.create_task(self._write(send, session))
+        overflowing = asyncio.create_task(session.is_overfull.wait())
         try:
-            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reading, writing, overflowing), return_when=asyncio.FIRST_COMPLETED)
             for task in (reading, writing):
                 if task.done():
                     task.result()
@@ -83,7 +91,8 @@ class TokenLinkEndpoint:
             session.close()
             reading.cancel()
             writing.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
+            overflowing.cancel()
+            await asyncio.gather(reading, writing, overflowing, return_exceptions=True)
 
     async def _write(self, send: Send, session: "LinkSession") -> None:
         is_over = False
@@ -119,6 +128,8 @@ class LinkSession:
         self._streams: dict[int, LinkedStream] = {}
         self._pending: list[StreamPart] = []
         self._has_parts = asyncio.Event()
+        self.is_overfull = asyncio.Event()
+        """The proxy does not read."""
 
     @property
     def num_streams(self) -> int:
@@ -134,6 +145,11 @@ class LinkSession:
 
     def send(self, part: StreamPart) -> None:
         """With everything else that this turn of the event loop brings."""
+        if len(self._pending) >= MAX_PENDING_PARTS:
+            if not self.is_overfull.is_set():
+                logger.warning("a proxy has not read %d parts: its link is given up", len(self._pending))
+                self.is_overfull.set()
+            return
         self._pending.append(part)
         self._has_parts.set()
 

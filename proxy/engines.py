@@ -240,6 +240,16 @@ class EngineDirectory:
             if watched.engine.url == url:
                 self._set(watched, _leaving(watched.engine, leaves_in_s))
 
+    def doubted(self, engine: Engine) -> None:
+        """A connection to the engine did not come about in time: a probe that fares alike makes it lost.
+
+        One such connection is no proof: under load a queue of connections is full for a moment.
+        """
+        watched = self._find(engine)
+        if watched is not None:
+            watched.num_failed_probes = max(watched.num_failed_probes, 1)
+            watched.wake.set()
+
     def lost(self, engine: Engine) -> None:
         """The engine refuses connections: nothing is sent there until it has answered a probe."""
         watched = self._find(engine)

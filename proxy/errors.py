@@ -160,6 +160,14 @@ class EngineUnreachable(EngineFailure):
     code = "engine_unreachable"
     reason = "unreachable"
     was_taken = False
+    is_slow = False
+    """The connection was not refused: it did not come about in time."""
+
+    @classmethod
+    def because(cls, role: EngineRole, reason: str, *, is_slow: bool) -> "EngineUnreachable":
+        failure = cls(role, f"the {role} engine cannot be reached: {reason}")
+        failure.is_slow = is_slow
+        return failure
 
 
 class EngineBroke(EngineFailure):

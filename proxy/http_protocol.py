@@ -17,7 +17,7 @@ ABORT = "tandem.abort"
 
 uvicorn itself would close it once everything is sent, which a client that does not read puts off for ever."""
 WRITE = "tandem.write"
-"""A function that writes a part of a chunked body now; False where that has to wait, or a head comes first."""
+"""A function that writes a part of a chunked body now; False where that has to wait, or behind no head."""
 ON_LEFT = "tandem.on_left"
 """A function that takes what is to be called when the client leaves before the response is complete."""
 

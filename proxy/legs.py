@@ -285,7 +285,8 @@ def _translated(engine: Engine) -> Iterator[None]:
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise EngineUnreachable(role, f"the {role} engine cannot be reached: {_reason(error)}") from error
+        is_slow = isinstance(error, httpx.ConnectTimeout)
+        raise EngineUnreachable.because(role, _reason(error), is_slow=is_slow) from error
     except (httpx.HTTPError, EventStreamTooLong) as error:
         raise EngineBroke(role, f"the {role} engine's connection failed: {_reason(error)}") from error
 

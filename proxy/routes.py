@@ -125,7 +125,7 @@ class Routes:
         for engine in route.engines:
             directory.suspect(engine)
         if isinstance(failure, EngineUnreachable):
-            directory.lost(failed)
+            (directory.doubted if failure.is_slow else directory.lost)(failed)
         if not (failure.is_out_of_room or failure.is_draining):
             for engine in route.engines if failure.is_of_handover else (failed,):
                 directory.failed(engine)

@@ -45,8 +45,6 @@ SILENT_S = 10 * BEAT_S
 TURN_S = 0.01
 """For so long tokens are passed on at once: an engine that is faster than the proxy must not keep everybody
 else from their turns, nor fill the backlogs of clients before anything is sent to them."""
-PARTS_BETWEEN_LOOKS = 16
-"""At the clock."""
 RECEIVE_BUFFER_BYTES = 1 << 16
 """The first token of a new stream waits behind all that is in the socket: 6 MB and more without."""
 
@@ -96,10 +94,8 @@ class TokenLinks:
             if link.is_closed:
                 raise ConnectionError("the connection was closed at once")
         except (OSError, TimeoutError) as error:
-            reason = str(error) or "timed out"
-            raise EngineUnreachable(
-                engine.role, f"the {engine.role} engine cannot be reached: {reason}"
-            ) from error
+            reason, is_slow = str(error) or "timed out", isinstance(error, TimeoutError)
+            raise EngineUnreachable.because(engine.role, reason, is_slow=is_slow) from error
         return link
 
     def _attempt(self, url: str) -> "asyncio.Task[TokenLink]":
@@ -194,8 +190,7 @@ class TokenLink(asyncio.Protocol):
         until_s = time.monotonic() + for_s
         try:
             while self._has_part():
-                for _ in range(min(PARTS_BETWEEN_LOOKS, len(self._parts))):
-                    self._take(self._parts.popleft())
+                self._take(self._parts.popleft())
                 if time.monotonic() >= until_s:
                     break
         except msgspec.MsgspecError as error:

@@ -219,6 +219,17 @@ async def test_a_lost_engine_gets_nothing_until_it_answers_again() -> None:
             await fleet.directory.wait_for_change()
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_connection_that_took_too_long_is_believed_once_a_probe_fares_alike(is_there: bool) -> None:
+    fleet = Fleet("a")
+    await fleet.probed()
+    if not is_there:
+        fleet.handlers["a"] = failing(httpx.ConnectTimeout("slow"))
+    fleet.directory.doubted(fleet.engine)
+    assert fleet.engine.is_routable
+    assert (await fleet.probed()).is_routable == is_there
+
+
 class Placed(Fleet):
     """A fleet that discovery fills; remembers who was given up."""
 

@@ -215,6 +215,22 @@ async def test_a_link_shows_the_service_token(
             await leg.accepted(5.0)
 
 
+async def test_a_proxy_that_reads_nothing_is_given_up_and_its_parts_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, link_and_engine: tuple[EngineLink, ScriptedEngine]
+) -> None:
+    monkeypatch.setattr("completion_service.token_link.MAX_PENDING_PARTS", 3)
+    link, engine = link_and_engine
+    async with service(link) as running:
+        leg = await running.open("a")
+        await leg.accepted(5.0)
+        await engine.command()
+        # In one message, which is one turn of the event loop: nothing can be written in between.
+        await engine.send_outputs(*(token_output("a", index) for index in range(4)))
+        with pytest.raises(EngineBroke):
+            await token_ids(leg)
+        assert await engine.command() == Abort("a")
+
+
 async def test_an_engine_that_is_not_there_is_unreachable() -> None:
     links = TokenLinks(EngineWaits(), NO_TOKEN, connect_timeout_s=1.0)
     request = CompletionRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
