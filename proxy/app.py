@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +21,7 @@ from proxy.departures import Departures
 from proxy.discovery.start import discovery
 from proxy.draining import Draining
 from proxy.endpoint import GenerationEndpoint, ProxyServices
+from proxy.engine_client import EngineClient
 from proxy.engine_transport import EngineTransport
 from proxy.engine_waits import EngineWaits
 from proxy.engines import EngineDirectory
@@ -108,21 +109,7 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
 
 
 def engine_http_client(service_token: SecretKeys) -> httpx.AsyncClient:
-    # Proxies named in the environment are for the outside world, never for engines.
-    transport = EngineTransport(idle_s=KEEPALIVE_S)
-    auth = ServiceTokenAuth(service_token) if service_token.is_required else None
-    return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, follow_redirects=False)
-
-
-class ServiceTokenAuth(httpx.Auth):
-    """Shows engines the service token that is valid now."""
-
-    def __init__(self, keys: SecretKeys) -> None:
-        self._keys = keys
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["authorization"] = f"Bearer {self._keys.first()}"
-        yield request
+    return EngineClient(EngineTransport(idle_s=KEEPALIVE_S), service_token)
 
 
 def _services(

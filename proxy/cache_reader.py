@@ -43,10 +43,10 @@ class CacheReader:
     async def _read(self, engine: Engine) -> None:
         """An engine that tells nothing is none the worse for it: the index then knows what it was sent."""
         start = engine.start
-        query = {"epoch": str(start.epoch), "after": str(self._next[start])}
+        query = f"epoch={start.epoch}&after={self._next[start]}"
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                answer = await self._http.get(f"{engine.url}/v1/cache/events", params=query)
+                answer = await self._http.get(f"{engine.url}/v1/cache/events?{query}")
             news = _decoder.decode(answer.content) if answer.status_code == 200 else None
         except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError):
             return

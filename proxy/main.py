@@ -128,6 +128,7 @@ def _serve(settings: ProxySettings, app: FastAPI, listening: socket.socket) -> N
         http=HttpProtocol,
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nobody asks where a client is
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,

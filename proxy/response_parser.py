@@ -75,7 +75,7 @@ class ResponseParser:
             case _State.SIZED | _State.CHUNK_DATA:
                 return self._take_sized(body)
             case _State.CHUNK_LINE:
-                return self._take_chunk_line()
+                return self._take_whole_chunks(body) or self._take_chunk_line()
             case _State.TRAILER:
                 return self._take_trailer()
             case _State.UNTIL_CLOSE:
@@ -125,6 +125,23 @@ class ResponseParser:
             self._num_left = -1  # the line that ends the chunk
             self._state = _State.CHUNK_LINE
         return True
+
+    def _take_whole_chunks(self, body: list[bytes]) -> bool:
+        """Chunks that are here from end to end, which nearly all are; False where there is none."""
+        if self._num_left == -1:
+            return False
+        data, at = self._rest, self._at
+        while (end := data.find(b"\r\n", at, at + MAX_CHUNK_LINE_BYTES)) > 0:
+            if not data[at:end].isalnum():
+                break
+            num_bytes = _parse_number(data[at:end], 16)
+            behind = end + 2 + num_bytes
+            if not num_bytes or data[behind : behind + 2] != b"\r\n":
+                break
+            body.append(data[end + 2 : behind])
+            at = behind + 2
+        has_found, self._at = at > self._at, at
+        return has_found
 
     def _take_chunk_line(self) -> bool:
         line = self._take_line()

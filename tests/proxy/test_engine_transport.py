@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 import httpx
 import pytest
 
+from proxy.engine_client import EngineClient
 from proxy.engine_connection import MAX_BUFFERED_BYTES
 from proxy.engine_transport import EngineTransport
+from settings.secret_keys import SecretKeys
 from tests.proxy.builders import until
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -218,3 +220,21 @@ async def test_closing_the_transport_closes_every_connection() -> None:
         await transport.aclose()
         await until(lambda: server.num_closed == 1)
         assert transport.num_connections == 0
+
+
+async def test_the_client_sends_requests_as_they_are_with_the_service_token() -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(302, headers={"location": "/else", "set-cookie": "a=b"}, content=b"no")
+
+    async with EngineClient(httpx.MockTransport(answer), SecretKeys(["token"])) as http:
+        for _ in range(2):
+            answered = await http.get("http://engine/info?a=b", timeout=httpx.Timeout(None, connect=0.5))
+            assert (answered.status_code, answered.content, answered.is_closed) == (302, b"no", True)
+            assert answered.request is seen[-1]
+    assert [str(request.url) for request in seen] == ["http://engine/info?a=b"] * 2
+    assert all(request.headers["authorization"] == "Bearer token" for request in seen)
+    assert all("cookie" not in request.headers for request in seen)
+    assert seen[0].extensions["timeout"]["connect"] == 0.5
