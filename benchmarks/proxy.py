@@ -2,8 +2,8 @@
 
 All proxies run in one go, each before a mock engine of its own, and are measured in turns or at the same
 time, by the CPU time of their process trees. Tandem's proxy makes text of token ids, which no other here
-does; what that costs is a row of its own, and it is part of all other rows. Routers from PyPI take part where
-their programs are named, such as `--router smg=/opt/smg/bin/smg`.
+does: it runs a second time without, and what text costs is a row of its own. Routers from PyPI take part
+where their programs are named, such as `--router smg=/opt/smg/bin/smg`.
 """
 
 import argparse
@@ -16,7 +16,15 @@ from statistics import median
 
 import uvloop
 
-from benchmarks.proxy_candidates import OURS, ROUTERS, Candidate, Running, candidates, running
+from benchmarks.proxy_candidates import (
+    OURS,
+    ROUTERS,
+    WITHOUT_TEXT,
+    Candidate,
+    Running,
+    candidates,
+    running,
+)
 from benchmarks.proxy_load import open_streams, small_requests
 from benchmarks.report import Report, argument_parser
 from proxy.text_model import TextModel
@@ -58,10 +66,11 @@ async def main(arguments: argparse.Namespace) -> None:
 def add_rows(report: Report, case: str, metric: str, unit: str, values: Costs, factor: float = 1.0) -> None:
     """The baseline is the best of the others."""
     medians = {name: median(some) * factor for name, some in values.items()}
-    others = [value for name, value in medians.items() if name != OURS]
+    ours = (OURS, WITHOUT_TEXT)
+    others = [value for name, value in medians.items() if name not in ours]
     best = max if unit == "1/s" else min
     for name, value in medians.items():
-        report.add(f"{case}: {name}", metric, value, unit, best(others) if others and name == OURS else None)
+        report.add(f"{case}: {name}", metric, value, unit, best(others) if others and name in ours else None)
 
 
 async def measure_paced(some: list[Candidate], model: str, num_streams: int) -> Costs:
@@ -101,30 +110,44 @@ async def measure_unpaced(some: list[Candidate], model: str) -> Costs:
 async def add_request_rows(report: Report, some: list[Candidate], model: str) -> None:
     async with running(some, model, 0.0) as proxies:
         for num_clients in CLIENTS:
-            costs, _ = await measure_requests(proxies, model, num_clients)
+            costs = await measure_requests(proxies, model, num_clients)
             add_rows(report, f"{num_clients} clients", "CPU per small request", "us", costs, 1e6)
-        costs, _ = await measure_requests(proxies, model, 16, stream=True)
+        costs = await measure_requests(proxies, model, 16, stream=True)
         add_rows(report, "16 clients, streamed", "CPU per small request", "us", costs, 1e6)
-        _, waits = await measure_requests(proxies, model, 1, stream=True)
-        add_rows(report, "1 client, streamed", "time to first token", "ms", waits, 1e3)
+        add_rows(
+            report, "1 client", "added time to first token", "ms", await measure_added(proxies, model), 1e3
+        )
+
+
+async def measure_added(proxies: Mapping[str, Running], model: str) -> Costs:
+    """What a proxy adds to its engine's own time to the first token, while nothing else happens."""
+    added: Costs = {name: [] for name in proxies}
+    for _ in range(NUM_WINDOWS):
+        for name, proxy in proxies.items():
+            took_s = {}
+            for url in (proxy.engine_url, proxy.url):
+                waited = await small_requests(
+                    url, model, num_clients=1, num_requests=NUM_ALONE, stream=True, max_tokens=1
+                )
+                took_s[url] = median(waited.first_byte_s)
+            added[name].append(took_s[proxy.url] - took_s[proxy.engine_url])
+    return added
 
 
 async def measure_requests(
     proxies: Mapping[str, Running], model: str, num_clients: int, *, stream: bool = False
-) -> tuple[Costs, Costs]:
-    """CPU seconds of a request, and the medians of the times to the first byte of an answer."""
+) -> Costs:
+    """CPU seconds of a request."""
     costs: Costs = {name: [] for name in proxies}
-    waits: Costs = {name: [] for name in proxies}
-    num_requests = NUM_SMALL_REQUESTS if num_clients > 1 else NUM_ALONE
+    num_requests = max(NUM_SMALL_REQUESTS, 4 * num_clients) if num_clients > 1 else NUM_ALONE
     for _ in range(NUM_WINDOWS):
         for name, proxy in proxies.items():
             before = proxy.cpu_s()
-            waited = await small_requests(
+            await small_requests(
                 proxy.url, model, num_clients=num_clients, num_requests=num_requests, stream=stream
             )
             costs[name].append((proxy.cpu_s() - before) / num_requests)
-            waits[name].append(median(waited.first_byte_s))
-    return costs, waits
+    return costs
 
 
 def text_cost_s(model: str) -> float:
@@ -136,7 +159,7 @@ def text_cost_s(model: str) -> float:
     tokens = [(OutputToken(index=index, token_id=1000 + index % 500),) for index in range(NUM_TEXT_TOKENS)]
     since_s = time.process_time()
     for token in tokens:
-        stream.push(token, None)
+        stream.push_text(token)
     return (time.process_time() - since_s) / NUM_TEXT_TOKENS
 
 

@@ -15,6 +15,7 @@ from benchmarks.stack_process import free_port
 
 START_S = 40.0
 OURS = "tandem"
+WITHOUT_TEXT = "tandem without detokenization"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Candidate:
 class Running:
     url: str
     process: psutil.Process
+    engine_url: str
+    """Of the mock engine behind it."""
 
     def cpu_s(self) -> float:
         """Of the whole process tree."""
@@ -42,15 +45,16 @@ class Running:
         return int(self.process.memory_info().rss)
 
 
-def tandem(*flags: str) -> Candidate:
-    ours = ("proxy", "--port", "{port}", "--normal-url", "{engine}", "--model", "{model}")
-    return Candidate(OURS, (sys.executable, "-m", *ours, "--log-level", "warning", *flags))
+def tandem(*flags: str, module: str = "proxy", name: str = OURS) -> Candidate:
+    ours = (module, "--port", "{port}", "--normal-url", "{engine}", "--model", "{model}")
+    return Candidate(name, (sys.executable, "-m", *ours, "--log-level", "warning", *flags))
 
 
 def candidates(routers: Mapping[str, Path]) -> list[Candidate]:
     """`routers`: programs by the names of ROUTERS."""
     obvious = ("benchmarks.obvious_proxy", "--port", "{port}", "--engine-url", "{engine}")
-    own = [tandem(), Candidate("FastAPI + httpx", (sys.executable, "-m", *obvious))]
+    without_text = tandem(module="benchmarks.proxy_without_text", name=WITHOUT_TEXT)
+    own = [tandem(), without_text, Candidate("FastAPI + httpx", (sys.executable, "-m", *obvious))]
     return own + [Candidate(name, (str(path), *ROUTERS[name])) for name, path in routers.items()]
 
 
@@ -88,7 +92,7 @@ async def running(
             engine_url = f"http://127.0.0.1:{engine_port}"
             await _until_answered(engine_url)
             process = start(candidate.start(port, engine_url, model))
-            proxies[candidate.name] = Running(f"http://127.0.0.1:{port}", process)
+            proxies[candidate.name] = Running(f"http://127.0.0.1:{port}", process, engine_url)
         await asyncio.gather(*(_until_answered(proxy.url) for proxy in proxies.values()))
         await asyncio.gather(*(_until_served(proxy.url, model) for proxy in proxies.values()))
         yield proxies

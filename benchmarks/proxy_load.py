@@ -128,10 +128,10 @@ class RequestClient(asyncio.Protocol):
 
 
 async def small_requests(
-    url: str, model: str, *, num_clients: int, num_requests: int, stream: bool = False
+    url: str, model: str, *, num_clients: int, num_requests: int, stream: bool = False, max_tokens: int = 4
 ) -> Waited:
     """All clients at once; returns when everything is answered. A failed one raises `ConnectionError`."""
-    request = request_bytes(model, max_tokens=4, stream=stream)
+    request = request_bytes(model, max_tokens=max_tokens, stream=stream)
     waited, loop, (host, port) = Waited(), asyncio.get_running_loop(), _address(url)
     clients: list[RequestClient] = []
     transports: list[asyncio.Transport] = []
