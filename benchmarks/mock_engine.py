@@ -36,7 +36,7 @@ FIRST_TOKEN_ID = 1000
 NUM_TOKEN_IDS = 500
 LONGEST = 1 << 20
 JSON_TYPE = b"application/json"
-LINK_BUFFER_BYTES = 1 << 16
+LINK_BUFFER_BYTES = 1 << 14
 """Of what was sent and not read; the kernel's own 4 MB are seconds of waiting for a new stream."""
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"

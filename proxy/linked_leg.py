@@ -24,6 +24,8 @@ class LinkedLeg:
         """`leave` gives the stream up, or says that it is over."""
         self.engine = engine
         self.is_accepted = False
+        self.has_begun = False
+        """Something beside its acceptance has come."""
         self._waits = waits
         self._leave = leave
         self._early: list[LegBatch] = []
@@ -71,7 +73,10 @@ class LinkedLeg:
         """What the link has brought; never waits."""
         if batch.is_accepted:
             self.is_accepted = True
-        elif self._take_batch is None:
+            self._wake()
+            return
+        self.has_begun = True
+        if self._take_batch is None:
             self._early.append(batch)
         else:
             self._heard_s = now_s

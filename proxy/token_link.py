@@ -11,7 +11,7 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import cast
@@ -45,7 +45,7 @@ SILENT_S = 10 * BEAT_S
 TURN_S = 0.01
 """For so long tokens are passed on at once: an engine that is faster than the proxy must not keep everybody
 else from their turns, nor fill the backlogs of clients before anything is sent to them."""
-RECEIVE_BUFFER_BYTES = 1 << 16
+RECEIVE_BUFFER_BYTES = 1 << 14
 """The first token of a new stream waits behind all that is in the socket: 6 MB and more without."""
 
 
@@ -138,9 +138,8 @@ class TokenLink(asyncio.Protocol):
         self._on_leaving = on_leaving
         self._parser = ResponseParser()
         self._splitter = FrameSplitter()
-        self._frames: deque[bytes] = deque()
-        """Read, and not looked at yet; what comes first is in `_parts`."""
         self._parts: deque[StreamPart] = deque()
+        """Read, and not passed on yet."""
         self._is_paused = False
         """Nothing is read before all of these are passed on, in turns to come."""
         self._legs: dict[int, LinkedLeg] = {}
@@ -188,37 +187,40 @@ class TokenLink(asyncio.Protocol):
     def _pass_on(self, for_s: float) -> None:
         """What has been read; the rest of it in the next turn where it takes longer than `for_s`."""
         until_s = time.monotonic() + for_s
-        try:
-            while self._has_part():
-                self._take(self._parts.popleft())
-                if time.monotonic() >= until_s:
-                    break
-        except msgspec.MsgspecError as error:
-            self.close(str(error))
-        except Exception:
-            self.close("the proxy could not read it")  # nothing would be read from it any more
-            raise
+        while self._parts:
+            self._take(self._parts.popleft())
+            if time.monotonic() >= until_s:
+                break
         self._read_on_or_pause()
 
-    def _has_part(self) -> bool:
-        while not self._parts and self._frames:
-            self._parts.extend(decode_to_proxy(self._frames.popleft()))
-        return bool(self._parts)
+    def _put(self, parts: Sequence[StreamPart]) -> None:
+        """What begins a stream is passed on now: it does not wait behind the tokens of others."""
+        for part in parts:
+            leg = self._legs.get(part.stream)
+            if part.stream == LINK or (leg is not None and not leg.has_begun):
+                self._take(part)
+            elif leg is not None:
+                self._parts.append(part)
 
     def _take(self, part: StreamPart) -> None:
         if part.stream == LINK:
             self._on_leaving(part.leaves_in_s or 0.0)
         leg = self._legs.get(part.stream)
-        if leg is not None:
+        if leg is None:
+            return
+        try:
             batch = batch_of(leg, part)
-            if batch.failure is not None:
-                del self._legs[part.stream]  # the service has forgotten it, too
-            leg.take(batch, self._heard_s)
+        except Exception:
+            self.close("the proxy could not read it")  # nothing would be read from it any more
+            raise
+        if batch.failure is not None:
+            del self._legs[part.stream]  # the service has forgotten it, too
+        leg.take(batch, self._heard_s)
 
     def _read_on_or_pause(self) -> None:
         if self.is_closed or self._transport is None:
             return
-        has_more = bool(self._parts or self._frames)
+        has_more = bool(self._parts)
         if has_more and not self._is_paused:
             self._transport.pause_reading()
         elif self._is_paused and not has_more:
@@ -263,8 +265,9 @@ class TokenLink(asyncio.Protocol):
             if head is not None and head.status != 200:
                 self.close(f"it was refused with status {head.status}")
                 return
-            self._frames.extend(self._splitter.push(body))
-        except (MalformedResponse, FrameTooLong) as error:
+            for data in self._splitter.push(body):
+                self._put(decode_to_proxy(data))
+        except (MalformedResponse, FrameTooLong, msgspec.MsgspecError) as error:
             self._end(str(error))
             return
         if self._parser.is_complete:

@@ -125,10 +125,10 @@ async def test_a_flood_is_passed_on_over_many_turns_and_nothing_more_is_read_mea
     monkeypatch.setattr("proxy.token_link.TURN_S", 0.0)
     async with linked() as (link, transport, taken):
         link.data_received(chunk(*tokens(1, 0, 3)) + chunk(*tokens(1, 3, 2)))
-        assert indices(taken) == [0]
+        assert indices(taken) == [0, 1], "the first, which waits for nobody, and that of this turn"
         assert not transport.reads
-        for num_turns in range(4):
-            assert len(taken) == 1 + num_turns
+        for num_turns in range(3):
+            assert len(taken) == 2 + num_turns
             await asyncio.sleep(0)
         assert indices(taken) == [0, 1, 2, 3, 4]
         assert transport.reads
@@ -139,11 +139,27 @@ async def test_what_has_been_read_is_passed_on_before_the_end_of_the_link(
 ) -> None:
     monkeypatch.setattr("proxy.token_link.TURN_S", 0.0)
     async with linked() as (link, _, taken):
-        link.data_received(chunk(*tokens(1, 0, 3)))
-        assert len(taken) == 1
+        link.data_received(chunk(*tokens(1, 0, 4)))
+        assert len(taken) == 2
         link.connection_lost(None)
-        assert indices(taken) == [0, 1, 2]
+        assert indices(taken) == [0, 1, 2, 3]
         assert taken[-1].failure is not None
+
+
+async def test_what_begins_a_stream_does_not_wait_behind_the_tokens_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.token_link.TURN_S", 0.0)
+    async with linked() as (link, _, taken):
+        new = link.open(ENGINE, REQUEST, EngineWaits())
+        link.data_received(chunk(*tokens(1, 0, 5)) + chunk(StreamPart(2, is_accepted=True), *tokens(2, 0, 2)))
+        assert indices(taken) == [0, 1]
+        await new.accepted(1.0)
+        firsts = await new.next_batch(1.0)
+        assert indices([firsts]) == [0]
+        await until(lambda: len(taken) == 5)
+        assert indices([await new.next_batch(1.0)]) == [1]
+        await new.close()
 
 
 async def test_tokens_of_a_stream_that_was_left_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
