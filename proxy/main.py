@@ -1,6 +1,7 @@
 """Starts one proxy process."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import resource
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = "python -m proxy"
 MIN_DESCRIPTORS = 4096
+TICK_S = 1.0
 GARBAGE_THRESHOLD = 5000
 """Objects that may be made before those among them that refer to each other are looked for."""
 
@@ -148,6 +150,7 @@ class DrainingServer(uvicorn.Server):
         self._draining = draining
         self._grace_s = grace_s
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_to_exit = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -157,6 +160,13 @@ class DrainingServer(uvicorn.Server):
         finally:
             stopping.cancel()
 
+    async def main_loop(self) -> None:
+        """A tick a second, for the date in answers; uvicorn's ten are a part of what an idle proxy costs."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._is_to_exit.wait()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Called between two bytecodes of whatever runs: only hand over to the loop.
         assert self._loop is not None
@@ -165,6 +175,8 @@ class DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
+        if self.should_exit:
+            self._is_to_exit.set()
         self._draining.begin()
         for connection in list(self.server_state.connections):
             connection.shutdown()
@@ -173,3 +185,4 @@ class DrainingServer(uvicorn.Server):
         await self._draining.finish(self._grace_s)
         logger.info("drained: stopping")
         self.should_exit = True
+        self._is_to_exit.set()

@@ -73,3 +73,24 @@ async def test_events_are_read_from_where_the_last_answer_ended() -> None:
         await http.aclose()
     assert told == [("prompt", (event,)), ("completion", (event,))] * 2
     assert asked == ["epoch=1&after=0"] * 2 + ["epoch=1&after=7"] * 2
+
+
+async def test_an_engine_that_has_no_events_is_not_asked_every_time() -> None:
+    asked: list[str] = []
+    answers = {"prompt": httpx.Response(404, content=b"{}"), "completion": httpx.Response(503)}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        role = roles[f"{request.url.scheme}://{request.url.netloc.decode()}"]
+        asked.append(role)
+        return answers[role]
+
+    answering = Answering("ok")
+    async with pair_stack(answering.prompt, answering.completion) as running:
+        directory = running.services.directory
+        roles = {engine.url: engine.role for engine in directory.snapshot().engines}
+        http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        reader = CacheReader(http, directory, lambda engine, events: None, refresh_s=1.0)
+        await reader.read_all()
+        await reader.read_all()
+        await http.aclose()
+    assert sorted(asked) == ["completion", "completion", "prompt"]
