@@ -107,7 +107,8 @@ async def test_kept_connections_end_when_it_drains_and_later_ones_with_their_ans
     async with proxy_process() as running:
         url = running.client.base_url
         async with running.client.stream("POST", "/v1/completions", json=BODY) as response:
-            await anext(response.aiter_text())
+            body = response.aiter_text()  # kept: the stream would end with it, and the proxy be idle
+            await anext(body)
             reader, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(b"GET /health/live HTTP/1.1\r\nhost: proxy\r\n\r\n")
             assert b"connection: close" not in await reader.readuntil(b'alive"}')
