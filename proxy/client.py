@@ -79,18 +79,19 @@ class Client:
         def left(_: object = None) -> None:
             gone(ClientGone())
 
-        self.gave_up.add_done_callback(left)
+        waiting = None
         if self._on_left is not None:
             self._on_left(left)
-            try:
-                yield
-            finally:
-                self._on_left(None)
         else:
             waiting = asyncio.create_task(self._wait_until_left(left))
-            try:
-                yield
-            finally:
+        self.gave_up.add_done_callback(left)
+        try:
+            yield
+        finally:
+            self.gave_up.remove_done_callback(left)
+            if self._on_left is not None:
+                self._on_left(None)
+            if waiting is not None:
                 waiting.cancel()
 
     async def _wait_until_left(self, left: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import cast
+from weakref import ref
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -39,10 +40,12 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         scope = self.scope
         super().on_headers_complete()
+        if self.cycle is None or self.cycle.scope is not scope:
+            return  # another protocol was asked for
         # The type knows only the extensions that ASGI names, which are dictionaries.
         scope["extensions"] = {
             ABORT: self.transport.abort,  # type: ignore[dict-item]
-            WRITE: partial(_write, self.cycle, cast(HeadsWait, self.transport)),  # type: ignore[dict-item]
+            WRITE: partial(_write, ref(self.cycle), cast(HeadsWait, self.transport)),  # type: ignore[dict-item]
             ON_LEFT: self._on_left,  # type: ignore[dict-item]
         }
 
@@ -57,8 +60,12 @@ class HttpProtocol(HttpToolsProtocol):
             left()
 
 
-def _write(cycle: RequestResponseCycle, transport: "HeadsWait", data: bytes) -> bool:
-    if not cycle.chunked_encoding or transport.head or cycle.flow.write_paused or cycle.disconnected:
+def _write(exchange: ref[RequestResponseCycle], transport: "HeadsWait", data: bytes) -> bool:
+    """A strong reference would be a circle with the scope, and wait for the garbage collector."""
+    cycle = exchange()
+    if cycle is None or not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
+        return False
+    if transport.head:
         return False
     transport.pass_on(b"%x\r\n%b\r\n" % (len(data), data))
     return True
