@@ -15,6 +15,7 @@ from benchmarks.stack_process import free_port
 
 START_S = 40.0
 OURS = "tandem"
+OBVIOUS = "FastAPI + httpx"
 WITHOUT_TEXT = "tandem without detokenization"
 
 
@@ -54,7 +55,7 @@ def candidates(routers: Mapping[str, Path]) -> list[Candidate]:
     """`routers`: programs by the names of ROUTERS."""
     obvious = ("benchmarks.obvious_proxy", "--port", "{port}", "--engine-url", "{engine}")
     without_text = tandem(module="benchmarks.proxy_without_text", name=WITHOUT_TEXT)
-    own = [tandem(), without_text, Candidate("FastAPI + httpx", (sys.executable, "-m", *obvious))]
+    own = [tandem(), without_text, Candidate(OBVIOUS, (sys.executable, "-m", *obvious))]
     return own + [Candidate(name, (str(path), *ROUTERS[name])) for name, path in routers.items()]
 
 

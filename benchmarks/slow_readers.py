@@ -28,7 +28,7 @@ STALL_S = 30.0
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    report, model, num_slow = Report("slow readers"), arguments.model, arguments.slow
+    report, model, num_slow = Report("slow readers", is_printed_at_once=True), arguments.model, arguments.slow
     some = [tandem("--client-stall-timeout-s", str(STALL_S))]
     async with running(some, model, STEP_S, burst=BURST_TOKENS) as proxies:
         proxy = proxies[OURS]

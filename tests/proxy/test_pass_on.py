@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.proxy.builders import stack
+from tests.proxy.builders import stack, until
 from tests.proxy.mock_engines import Call, MockEngine, Script
 from tests.proxy.test_migration import (
     TEXT,
@@ -125,6 +125,7 @@ async def test_a_handover_nobody_else_can_take_fails_as_before() -> None:
     async with stack(fleet.prompt, fleet.first, max_migrations=0) as running:
         response = await running.complete()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "handover_no_room")
+        await until(lambda: bool(fleet.prompt.withdrawn))
         assert fleet.prompt.withdrawn == [fleet.prompt.calls[0].prompt_request.handover_id]
 
 
