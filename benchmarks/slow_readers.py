@@ -24,31 +24,44 @@ BURST_TOKENS = 600
 WINDOW_S = 5.0
 SETTLE_S = 3.0
 STALL_S = 30.0
-"""After which a client that reads nothing is given up."""
+"""After which a client that reads nothing is given up; longer where there are many, whose beginnings come
+first."""
+STALL_S_PER_READER = 0.05
 
 
 async def main(arguments: argparse.Namespace) -> None:
     report, model, num_slow = Report("slow readers", is_printed_at_once=True), arguments.model, arguments.slow
-    some = [tandem("--client-stall-timeout-s", str(STALL_S))]
+    stall_s = STALL_S + STALL_S_PER_READER * num_slow
+    some = [tandem("--client-stall-timeout-s", str(stall_s))]
     async with running(some, model, STEP_S, burst=BURST_TOKENS) as proxies:
         proxy = proxies[OURS]
         async with open_streams(proxy.url, model, FAST) as fast:
             await asyncio.sleep(2.0)
             await add_rows(report, "no slow readers", proxy, fast)
             async with open_streams(proxy.url, model, num_slow, reads=False):
-                await until_open(proxy.url, FAST + num_slow)
+                await until_open(proxy.url, FAST + num_slow, stall_s)
+                await until_flowing(fast, stall_s)
                 await asyncio.sleep(SETTLE_S)
                 await add_rows(report, f"beside {num_slow} slow readers", proxy, fast)
-                await until_open(proxy.url, FAST)
+                await until_open(proxy.url, FAST, 4 * stall_s)
                 await add_rows(report, "when they were given up", proxy, fast)
             assert not fast.num_ended
     report.finish(arguments.json)
 
 
-async def until_open(url: str, num_streams: int) -> None:
+async def until_flowing(fast: StreamCounter, within_s: float) -> None:
+    """What the slow ones began with is passed on: the fast ones get what a second brings in a second."""
+    async with asyncio.timeout(within_s):
+        num_before = -FAST / STEP_S
+        while fast.num_tokens - num_before < 0.9 * FAST / STEP_S or num_before < 0:
+            num_before = fast.num_tokens
+            await asyncio.sleep(1.0)
+
+
+async def until_open(url: str, num_streams: int, within_s: float) -> None:
     """As the proxy says: clients that read nothing do not see their connection's end either."""
     open_requests = f'tandem_proxy_open_requests{{stream="true"}} {num_streams:.1f}'
-    async with asyncio.timeout(4 * STALL_S), httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
+    async with asyncio.timeout(within_s), httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
         while True:
             if open_requests in (await client.get(url + "/metrics")).text:
                 return
