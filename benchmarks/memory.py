@@ -19,6 +19,7 @@ import httpx
 from benchmarks.journal import Journal
 from benchmarks.report import Report, argument_parser
 from benchmarks.stack_process import tandem_serve
+from model_files import resolve_model
 
 NUM_PARTS = 10
 SETTLED = 3
@@ -58,11 +59,9 @@ def main() -> None:
     parser.add_argument("--kv-bytes", type=int, default=64 << 20)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    report = Report("memory")
+    report, model_id = Report("memory"), resolve_model(arguments.model).name
     with tandem_serve("--model", arguments.model, "--kv-bytes", str(arguments.kv_bytes)) as url:
-        usages = asyncio.run(
-            measure(url, arguments.model, arguments.requests, arguments.streams, arguments.seed)
-        )
+        usages = asyncio.run(measure(url, model_id, arguments.requests, arguments.streams, arguments.seed))
     for name, usage in usages.items():
         add_rows(report, name, usage)
     report.finish(arguments.json)

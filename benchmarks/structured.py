@@ -18,6 +18,7 @@ import jsonschema_rs
 from benchmarks.journal import Journal, Line, add_journal_option
 from benchmarks.report import Report, argument_parser
 from benchmarks.stack_process import tandem_serve
+from model_files import resolve_model
 
 Schema = dict[str, Any] | bool
 
@@ -42,7 +43,7 @@ def main() -> None:
         waiting = [(index, schemas[index]) for index in asked if index not in done]
         if waiting:
             with tandem_serve("--model", arguments.model, "--speculative", method) as url:
-                body = {"model": arguments.model, "max_tokens": arguments.output_tokens}
+                body = {"model": resolve_model(arguments.model).name, "max_tokens": arguments.output_tokens}
                 asyncio.run(Asking(url, method, body, journal).ask_all(waiting, arguments.streams))
         add_rows(report, f"drafts {method}", journal.having(drafts=method))
     report.finish(arguments.json)
