@@ -58,6 +58,13 @@ def test_a_watch_goes_on_where_the_list_ended(api: ApiStub) -> None:
         assert seen(next(events)) == ("DELETED", "a")
 
 
+@pytest.mark.parametrize("truth", ["1", "true", "True"])
+def test_truth_values_are_read_as_kubernetes_reads_them(api: ApiStub, truth: str) -> None:
+    api.put_pod("a", "10.0.0.1", LABELS)
+    with watching(api, watch=truth) as events:
+        assert seen(next(events)) == ("ADDED", "a")
+
+
 def test_an_object_that_stops_matching_is_deleted_for_the_watch(api: ApiStub) -> None:
     api.put_pod("a", "10.0.0.1", LABELS)
     with watching(api, labelSelector="role=prompt") as events:

@@ -137,9 +137,13 @@ class Handler(BaseHTTPRequestHandler):
 
         return Call(verb, target.resource.plural, target.namespace, user)
 
+    def _asks_for(self, option: str) -> bool:
+        """As Kubernetes reads truth values; version 36 of its client for Python says True."""
+        return self._query.get(option, "").lower() not in ("", "0", "false")
+
     def _verb(self, target: Target) -> Any:
         if self.command == "GET" and not target.name:
-            return "watch" if self._query.get("watch") in ("1", "true") else "list"
+            return "watch" if self._asks_for("watch") else "list"
         return {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}[
             self.command
         ]
@@ -216,8 +220,8 @@ class Handler(BaseHTTPRequestHandler):
             target.namespace,
             self._selectors,
             is_stopping=lambda: self.server.is_stopping,
-            wants_bookmarks=self._query.get("allowWatchBookmarks") in ("1", "true"),
-            begins_with_list=self._query.get("sendInitialEvents") in ("1", "true"),
+            wants_bookmarks=self._asks_for("allowWatchBookmarks"),
+            begins_with_list=self._asks_for("sendInitialEvents"),
         )
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
