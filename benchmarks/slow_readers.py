@@ -26,7 +26,7 @@ SETTLE_S = 3.0
 STALL_S = 30.0
 """After which a client that reads nothing is given up; longer where there are many, whose beginnings come
 first."""
-STALL_S_PER_READER = 0.05
+STALL_S_PER_READER = 0.15
 
 
 async def main(arguments: argparse.Namespace) -> None:
