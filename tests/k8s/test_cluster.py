@@ -216,7 +216,7 @@ def test_a_rolling_upgrade_of_the_proxy_harms_no_stream_of_clients_that_keep_the
     cluster: Cluster, url: str, expected: dict[Ask, str]
 ) -> None:
     (before,) = cluster.ready_pods("proxy")
-    with running_load(url, ASKS, expected) as load:
+    with running_load(url, ASKS, expected, repeats_unanswered=True) as load:
         upgrade(cluster, "rolled", **{"proxy.podAnnotations": {"revision": "next"}})
         eventually(lambda: len(cluster.all_pods("proxy")) == 1, "the old proxy has left", 60.0)
     (after,) = cluster.ready_pods("proxy")

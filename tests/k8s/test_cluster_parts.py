@@ -1,8 +1,11 @@
 """What stands in for a kubelet and for newer API groups, without a control plane."""
 
 import json
+import socket
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.k8s.cluster import binaries
@@ -11,6 +14,7 @@ from tests.k8s.cluster.conditions import say_loudly
 from tests.k8s.cluster.kubelet import addresses
 from tests.k8s.cluster.kubelet.probes import ContainerHealth
 from tests.k8s.cluster.kubelet.surroundings import expand, hosts_file
+from tests.k8s.cluster.load import Ask, Load
 from tests.k8s.cluster.shim import renamed
 
 
@@ -124,3 +128,25 @@ def test_a_watch_line_keeps_its_resource_version() -> None:
     line = json.dumps({"type": "ADDED", "object": {"apiVersion": "discovery.k8s.io/v1beta1", "metadata": {}}})
     event = json.loads(renamed(line.encode(), "discovery.k8s.io/v1beta1", "discovery.k8s.io/v1"))
     assert event["object"]["apiVersion"] == "discovery.k8s.io/v1"
+
+
+def answer_second(listener: socket.socket) -> None:
+    """The first connection is closed without a word."""
+    event = {"choices": [{"text": "x", "finish_reason": "length"}]}
+    body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
+    for answer in (b"", b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(answer)
+
+
+@pytest.mark.parametrize("repeats_unanswered", [False, True])
+def test_only_who_may_repeat_it_repeats_a_request_without_an_answer(repeats_unanswered: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, httpx.Client(trust_env=False) as client:
+        threading.Thread(target=answer_second, args=(listener,), daemon=True).start()
+        load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}", (), {}, repeats_unanswered)
+        load._one(client, Ask("a", 1))
+        assert (load.num_ok, len(load.failures)) == ((1, 0) if repeats_unanswered else (0, 1))
+        if not repeats_unanswered:
+            load._one(client, Ask("a", 1))  # the server waits for it

@@ -65,6 +65,9 @@ class Load:
     url: str
     asks: Sequence[Ask]
     expected: dict[Ask, str]
+    repeats_unanswered: bool = False
+    """A request on a kept connection that the server closed before it answered a byte is sent once more, as
+    OpenAI's clients do: it may have crossed with the connection's end."""
     num_ok: int = 0
     failures: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -78,7 +81,7 @@ class Load:
 
     def _one(self, client: httpx.Client, ask: Ask) -> None:
         try:
-            text = stream_text(client, self.url, ask)
+            text = self._text(client, ask)
         except (httpx.HTTPError, StreamFailed) as error:
             with self._lock:
                 self.failures.append(f"{time.strftime('%H:%M:%S')} {error!r}")
@@ -89,6 +92,14 @@ class Load:
                 self.num_ok += 1
             else:
                 self.changed.append(f"{self.expected[ask]!r} became {text!r}")
+
+    def _text(self, client: httpx.Client, ask: Ask) -> str:
+        try:
+            return stream_text(client, self.url, ask)
+        except httpx.RemoteProtocolError as error:
+            if not self.repeats_unanswered or "without sending a response" not in str(error):
+                raise
+            return stream_text(client, self.url, ask)
 
     def stop(self) -> None:
         """Streams that are open end first."""
@@ -101,9 +112,11 @@ class Load:
 
 
 @contextmanager
-def running_load(url: str, asks: Sequence[Ask], expected: dict[Ask, str] | None = None) -> Iterator[Load]:
+def running_load(
+    url: str, asks: Sequence[Ask], expected: dict[Ask, str] | None = None, *, repeats_unanswered: bool = False
+) -> Iterator[Load]:
     """One client for each ask, again and again; all have ended when the context has."""
-    load = Load(url, asks, expected or {})
+    load = Load(url, asks, expected or {}, repeats_unanswered)
     threads = [threading.Thread(target=load.work, args=(ask,), daemon=True) for ask in asks]
     for thread in threads:
         thread.start()
