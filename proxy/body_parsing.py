@@ -65,8 +65,10 @@ def unsupported(name: str, value: object) -> BadRequest:
 def _refuse_unsupported(
     fields: Mapping[str, Any], asks_for_nothing: Mapping[str, tuple[object, ...]]
 ) -> None:
-    for name in fields.keys() & asks_for_nothing.keys():
-        value, neutrals = fields[name], asks_for_nothing[name]
+    for name, neutrals in asks_for_nothing.items():
+        if name not in fields:
+            continue
+        value = fields[name]
         if value is not None and not any(_is_same(value, neutral) for neutral in neutrals):
             raise unsupported(name, value)
 

@@ -77,11 +77,12 @@ class Client:
         """`gone` is called when the client leaves, or is given up; the body must have been read."""
 
         def left(_: object = None) -> None:
-            gone(ClientGone())
+            if self._writer is None or not self._writer.has_sent_all:
+                gone(ClientGone())
 
-        waiting = None
+        waiting, forget = None, None
         if self._on_left is not None:
-            self._on_left(left)
+            forget = self._on_left(left)
         else:
             waiting = asyncio.create_task(self._wait_until_left(left))
         self.gave_up.add_done_callback(left)
@@ -89,8 +90,8 @@ class Client:
             yield
         finally:
             self.gave_up.remove_done_callback(left)
-            if self._on_left is not None:
-                self._on_left(None)
+            if forget is not None:
+                forget()
             if waiting is not None:
                 waiting.cancel()
 

@@ -142,6 +142,7 @@ class _Exchange:
         self._session: str | None = None
         self._num_migrations = 0
         self._admitted: Admitted | None = None
+        self._work: Interruption | None = None
         self._started_s = time.monotonic()
 
     async def run(self) -> None:
@@ -175,7 +176,8 @@ class _Exchange:
     async def _serve_until_interrupted(self, body: bytes) -> None:
         """Watches the connection from the first moment on: an engine can be silent for seconds."""
         request, timeout_s = self._api.parse(body), self._timeout_s()
-        with Interruption() as work:
+        with Interruption() as self._work:
+            work = self._work
             timer = None if timeout_s is None else self._interrupt_after(timeout_s, work)
             try:
                 with self._client.watched(work.interrupt), self._services.draining.admit(work.interrupt):
@@ -346,6 +348,10 @@ class _Exchange:
     def _first_token(self) -> None:
         if self._admitted is not None:
             self._admitted.end(is_computed=True)
+
+    def check_wanted(self) -> None:
+        if self._work is not None:
+            self._work.check()
 
     def begun_again(self, reason: str, stage: Stage, route: Route, work: PromptWork) -> None:
         self._num_migrations += 1

@@ -100,6 +100,8 @@ class _Watched:
     """As discovery has it."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     num_failed_probes: int = 0
+    is_doubted: bool = False
+    """Since the last probe that went well."""
     breaker: Breaker = CLOSED
     unlisted_since_s: float | None = None
     has_gone: bool = False
@@ -247,7 +249,7 @@ class EngineDirectory:
         """
         watched = self._find(engine)
         if watched is not None:
-            watched.num_failed_probes = max(watched.num_failed_probes, 1)
+            watched.is_doubted = True
             watched.wake.set()
 
     def lost(self, engine: Engine) -> None:
@@ -271,12 +273,12 @@ class EngineDirectory:
                 pass
 
     async def _probe(self, watched: _Watched) -> Engine:
-        engine = watched.engine
+        engine, was_doubted = watched.engine, watched.is_doubted
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 ready = await self._http.get(f"{engine.url}/health/ready", timeout=PROBE_TIMEOUTS)
                 if ready.status_code != 200:
-                    watched.num_failed_probes = 0
+                    _succeeded(watched, was_doubted)
                     return _as_it_says(engine, ready)
                 answer = await self._http.get(f"{engine.url}/info", timeout=PROBE_TIMEOUTS)
                 answer.raise_for_status()
@@ -291,7 +293,7 @@ class EngineDirectory:
             return replace(engine, is_ready=engine.is_ready and watched.num_failed_probes < 2)
         except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError) as error:
             return self._after_failed_probe(watched, error)
-        watched.num_failed_probes = 0
+        _succeeded(watched, was_doubted)
         if engine.info is not None and engine.info.epoch != info.epoch:
             watched.breaker = CLOSED
             watched.has_gone = watched.unlisted_since_s is not None
@@ -302,7 +304,8 @@ class EngineDirectory:
         watched.num_failed_probes += 1
         problem = f"{type(error).__name__}: {error}".removesuffix(": ")
         if watched.num_failed_probes < MAX_FAILED_PROBES:
-            return replace(watched.engine, problem=problem)
+            is_ready = watched.engine.is_ready and not watched.is_doubted
+            return replace(watched.engine, is_ready=is_ready, problem=problem)
         self._on_silent(watched.engine)
         return replace(watched.engine, is_ready=False, problem=problem)
 
@@ -348,6 +351,12 @@ def _as_seen(watched: _Watched, now_s: float) -> Engine:
         return engine
     problem = f"failed {watched.breaker.num_failures} requests in a row"
     return replace(engine, is_ejected=True, problem=problem)
+
+
+def _succeeded(watched: _Watched, was_doubted: bool) -> None:
+    """A probe went well; `was_doubted` when it began, for one that was under way proves nothing."""
+    watched.num_failed_probes = 0
+    watched.is_doubted = watched.is_doubted and not was_doubted
 
 
 def _as_it_says(engine: Engine, answer: httpx.Response) -> Engine:

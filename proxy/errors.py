@@ -153,6 +153,11 @@ class EngineFailure(ProxyError):
         """The two engines could not pass the KV blocks on; only completion engines notice."""
         return (self.error.code or "").startswith("handover_")
 
+    @property
+    def is_of_recomputed_prompt(self) -> bool:
+        """The prompt engine took blocks back and computes them again: both engines are well."""
+        return self.error.code == "handover_superseded"
+
 
 class EngineUnreachable(EngineFailure):
     status = 503

@@ -58,6 +58,11 @@ class EventWriter:
         """What has not been handed to the connection yet."""
         return self._num_bytes
 
+    @property
+    def has_sent_all(self) -> bool:
+        """The end of the stream, too."""
+        return self._sent_all.done() and not self._sent_all.cancelled()
+
     def put(self, events: bytes) -> None:
         """Send these bytes behind all others."""
         self._backlog.append(events)

@@ -20,7 +20,8 @@ uvicorn itself would close it once everything is sent, which a client that does 
 WRITE = "tandem.write"
 """A function that writes a part of a chunked body now; False where that has to wait, or behind no head."""
 ON_LEFT = "tandem.on_left"
-"""A function that takes what is to be called when the client leaves before the response is complete."""
+"""A function that takes what is to be called when the client leaves before the response is complete, and
+returns one that takes it back."""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -49,10 +50,18 @@ class HttpProtocol(HttpToolsProtocol):
             ON_LEFT: self._on_left,  # type: ignore[dict-item]
         }
 
-    def _on_left(self, left: Callable[[], None] | None) -> None:
+    def _on_left(self, left: Callable[[], None]) -> Callable[[], None]:
         self._left = left
-        if left is not None and self.transport.is_closing():
+        if self.transport.is_closing():
             self.loop.call_soon(self._has_left, left)
+        elif not self.pipeline:
+            # The body was long enough to stop reading, and nobody asks for more of it.
+            self.flow.resume_reading()
+        return partial(self._forget, left)
+
+    def _forget(self, left: Callable[[], None]) -> None:
+        if self._left is left:  # or it is of the next request already, which was sent ahead
+            self._left = None
 
     def _has_left(self, left: Callable[[], None]) -> None:
         if self._left is left:

@@ -16,6 +16,7 @@ class Interruption:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
+        self._num_cancels_before = task.cancelling()
         self._error: Exception | None = None
         self._is_over = False
 
@@ -24,6 +25,12 @@ class Interruption:
         if self._error is None and not self._is_over:
             self._error = error
             self._task.cancel()
+
+    def check(self) -> None:
+        """Raises CancelledError where the work is to end: a task group that was about to raise its child's
+        error has swallowed the one before."""
+        if self._error is not None:
+            raise asyncio.CancelledError
 
     def __enter__(self) -> Self:
         return self
@@ -34,7 +41,8 @@ class Interruption:
         self._is_over = True
         if self._error is None:
             return
-        is_last = self._task.uncancel() == 0
-        # Somebody else may want the task to end, too; and work that was complete all the same stays so.
-        if is_last and kind is not None:
+        # Not all are ours: a task group that ends by its child's error leaves its own behind (Python 3.11).
+        while self._task.cancelling() > self._num_cancels_before:
+            self._task.uncancel()
+        if kind is not None:  # work that was complete all the same stays so
             raise self._error from None

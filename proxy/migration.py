@@ -70,6 +70,9 @@ class RouteSource(Protocol):
 
 
 class FailureObserver(Protocol):
+    def check_wanted(self) -> None:
+        """Raises CancelledError where the request has been ended meanwhile."""
+
     def leg_failed(self, failure: EngineFailure, route: Route) -> None:
         """Called for every failure, also for those that the client never hears of."""
 
@@ -249,6 +252,7 @@ class _Attempts:
     def failed(self, failure: EngineFailure) -> None:
         """Raises the failure where nothing may follow it."""
         self._note(failure)
+        self._run.observer.check_wanted()
         if not failure.may_pass_elsewhere or self._num_taken > self._run.limits.max_migrations:
             raise failure
 
@@ -324,6 +328,6 @@ class _Attempts:
 
 def _is_suspect(engine: Engine, failure: EngineFailure) -> bool:
     """Is this engine of the failed route to be avoided?"""
-    if failure.is_out_of_room:
-        return False  # it lives, and takes the stream back when it has room
+    if failure.is_out_of_room or failure.is_of_recomputed_prompt:
+        return False  # it lives, and takes the work back when it has room
     return failure.is_of_handover or engine.role == failure.role

@@ -23,7 +23,14 @@ class ProxyApp(FastAPI):
         version: str,
         lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     ) -> None:
-        super().__init__(title="Tandem", version=version, docs_url=None, redoc_url=None, lifespan=lifespan)
+        super().__init__(
+            title="Tandem",
+            version=version,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,  # behind a proxy that ends TLS it would lead to http:
+            lifespan=lifespan,
+        )
         self._keys = keys
         self._direct: dict[str, ASGIApp] = {}
 

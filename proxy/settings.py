@@ -198,4 +198,6 @@ class ProxySettings(ProcessSettings):
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError("an engine's URL must start with http:// or https://")
+            if "@" in url:
+                raise ValueError("an engine's URL has no user; engines take --service-token")
         return tuple(dict.fromkeys(urls))

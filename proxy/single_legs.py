@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from proxy.engines import Engine, FleetSnapshot
-from proxy.errors import BadRequest, NotServing, failure_from_finish
+from proxy.errors import BadRequest, EngineFailure, NotServing, failure_from_finish
 from proxy.kv_transfer_params import FIELD, KvTransferParams
 from proxy.legs import EngineCalls
 from proxy.request_flow import PromptWork, Relay
@@ -190,11 +190,19 @@ async def run_completion_leg(
     if not going_on:
         _accept_firsts(leg, ends, sinks)
         return
-    timeouts = calls.timeouts
-    async with calls.completion(leg.completion, _body(leg, work), timeouts.first_byte_s) as stream:
-        wanted = _accept_firsts(leg, ends, sinks)
-        batch = await stream.next_batch(timeouts.first_byte_s)
-        await Relay(leg.completion, going_on, wanted, next_index=1).run(stream, batch, timeouts.stall_s)
+    timeouts, may_be_held = calls.timeouts, True
+    try:
+        async with calls.completion(leg.completion, _body(leg, work), timeouts.first_byte_s) as stream:
+            wanted = _accept_firsts(leg, ends, sinks)
+            batch = await stream.next_batch(timeouts.first_byte_s)
+            may_be_held = not batch.parts
+            await Relay(leg.completion, going_on, wanted, next_index=1).run(stream, batch, timeouts.stall_s)
+    except EngineFailure as failure:
+        may_be_held = may_be_held and not failure.leaves_handover  # the router may take it to another engine
+        raise
+    finally:
+        if may_be_held:
+            calls.withdraw(leg.prompt, leg.handover_id)
 
 
 def _accept_firsts(

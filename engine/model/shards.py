@@ -15,6 +15,9 @@ from kv_transfer.errors import LayoutError
 from kv_transfer.head_slices import heads_of
 from model_files import ModelConfig
 
+Q4_GROUP = 32
+"""So many 4-bit weights of a row share a scale."""
+
 
 class Collectives(Protocol):
     """What the ranks of one model do together; every rank makes the same calls in the same order."""
@@ -60,6 +63,20 @@ def check_shards(config: ModelConfig, size: int) -> None:
         heads_of(0, size, config.num_kv_heads)
     except LayoutError as error:
         raise TensorParallelError(f"--tp {size}: {error}; choose one of {_divisors(config)}") from None
+
+
+def check_q4_groups(config: ModelConfig, size: int) -> None:
+    """`TensorParallelError` unless every rank's columns are whole groups of weights that share a scale."""
+    for name, width in (
+        ("num_heads * head_dim", config.num_heads * config.head_dim),
+        ("intermediate_size", config.intermediate_size),
+    ):
+        if width // size % Q4_GROUP:
+            raise TensorParallelError(
+                f"--dtype q4 has groups of {Q4_GROUP} weights, and --tp {size} gives each rank "
+                f"{width // size} of {name} {width}, which are no whole groups; "
+                "choose another --tp, or --dtype fp16w"
+            )
 
 
 def _divisors(config: ModelConfig) -> str:

@@ -13,7 +13,7 @@ from engine.errors import TensorParallelError, WeightFormatError
 from engine.kv_pool import KVLayout, KVPool, check_available, share
 from engine.model.interface import AttentionBackend, DecoderModel
 from engine.model.linear import WeightFormat
-from engine.model.shards import Shard, check_shards, local_config
+from engine.model.shards import Shard, check_q4_groups, check_shards, local_config
 from engine.model_runner import IntArray, ModelBatch, ModelRunner, num_positions_of
 from engine.native.library import choose_runtime
 from engine.tensor_parallel.collectives import LOOPBACK, RankCollectives
@@ -100,6 +100,8 @@ def load_tensor_parallel_runner(
     runtime = choose_runtime(options.kernels, local_config(config, shard), options.threads_per_rank)
     if options.weight_format == "q4" and runtime is None:
         raise WeightFormatError("--dtype q4 needs the native kernels, and torch computes this model")
+    if options.weight_format == "q4":
+        check_q4_groups(config, options.size)
     kernels: KernelChoice = "torch" if runtime is None else "native"
     kv_shards = make_pools(config, options)
     max_positions = num_positions_of(config, options.max_model_len, kv_shards[0])

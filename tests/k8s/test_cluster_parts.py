@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -130,23 +131,34 @@ def test_a_watch_line_keeps_its_resource_version() -> None:
     assert event["object"]["apiVersion"] == "discovery.k8s.io/v1"
 
 
-def answer_second(listener: socket.socket) -> None:
-    """The first connection is closed without a word."""
+def answer_some(listener: socket.socket, answers: Sequence[bool]) -> None:
+    """Each request on a connection of its own, which is closed without a word or behind an answer."""
     event = {"choices": [{"text": "x", "finish_reason": "length"}]}
     body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
-    for answer in (b"", b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)):
+    for is_answered in answers:
         connection, _ = listener.accept()
         with connection:
             connection.recv(1 << 16)
-            connection.sendall(answer)
+            if is_answered:
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
 
 
-@pytest.mark.parametrize("repeats_unanswered", [False, True])
-def test_only_who_may_repeat_it_repeats_a_request_without_an_answer(repeats_unanswered: bool) -> None:
+@pytest.mark.parametrize(
+    ("repeats_unanswered", "answers", "num_failures"),
+    [
+        (False, (True, False), 1),
+        (True, (True, False, True), 0),
+        (True, (True, False, True, False), 1),  # once
+        (True, (False, True), 1),  # nothing was kept that could have crossed with its end
+    ],
+)
+def test_only_who_may_repeat_it_repeats_a_request_without_an_answer(
+    repeats_unanswered: bool, answers: Sequence[bool], num_failures: int
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, httpx.Client(trust_env=False) as client:
-        threading.Thread(target=answer_second, args=(listener,), daemon=True).start()
+        threading.Thread(target=answer_some, args=(listener, answers), daemon=True).start()
         load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}", (), {}, repeats_unanswered)
-        load._one(client, Ask("a", 1))
-        assert (load.num_ok, len(load.failures)) == ((1, 0) if repeats_unanswered else (0, 1))
-        if not repeats_unanswered:
-            load._one(client, Ask("a", 1))  # the server waits for it
+        load._stopping.set()  # so that nobody waits after a failure
+        for _ in answers:
+            load._one(client, Ask("a", 1))
+    assert (load.num_ok, len(load.failures), load.num_cut) == (sum(answers), num_failures, 0)

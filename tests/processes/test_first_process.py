@@ -30,7 +30,7 @@ def has_handler(pid: int, number: signal.Signals) -> bool:
 
 @pytest.mark.system
 @pytest.mark.skipif(not can_make_pid_namespaces(), reason="no process namespaces can be made here")
-@pytest.mark.parametrize("program", ["proxy", "prompt_service", "completion_service"])
+@pytest.mark.parametrize("program", ["proxy", "prompt_service", "completion_service", "launcher"])
 def test_a_container_that_is_told_to_end_while_it_starts_ends_at_once(program: str) -> None:
     """Long before it serves: its exit code would then be 0."""
     environment = {**os.environ, f"TANDEM_{program.removesuffix('_service').upper()}_PORT": "0"}

@@ -95,6 +95,22 @@ async def test_a_client_that_leaves_in_prefill_cancels_both_legs(is_streamed: bo
 
 
 @BOTH_WAYS
+async def test_a_client_that_leaves_after_a_body_of_many_reads_cancels_both_legs(is_streamed: bool) -> None:
+    """The server stops reading at 64 KiB; that the client leaves has to be read, too."""
+    async with pair_stack(silent, silent) as running:
+        client = await RawClient.connect(running)
+        body = json.dumps({**text_body(stream=is_streamed), "user": "x" * 300_000}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        client.write(head.encode() + b"expect: 100-continue\r\n\r\n")
+        await client.read_until(b"100 Continue\r\n\r\n")
+        client.write(body)
+        for engine in running.engines:
+            await engine.call()
+        await client.leave()
+        await expect_cancelled(running)
+
+
+@BOTH_WAYS
 async def test_a_client_that_leaves_before_the_completion_engine_has_answered(is_streamed: bool) -> None:
     async with pair_stack(silent, silent) as running:
         client = await RawClient.connect(running)

@@ -219,15 +219,33 @@ async def test_a_lost_engine_gets_nothing_until_it_answers_again() -> None:
             await fleet.directory.wait_for_change()
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-async def test_a_connection_that_took_too_long_is_believed_once_a_probe_fares_alike(is_there: bool) -> None:
+@pytest.mark.parametrize("error", [None, httpx.ConnectTimeout("slow"), TimeoutError()])
+async def test_a_connection_that_took_too_long_is_believed_once_a_probe_fares_alike(
+    error: Exception | None,
+) -> None:
+    """A probe over a connection that was kept has no trouble with connecting, but gets no answer."""
     fleet = Fleet("a")
     await fleet.probed()
-    if not is_there:
-        fleet.handlers["a"] = failing(httpx.ConnectTimeout("slow"))
+    if error is not None:
+        fleet.handlers["a"] = failing(error)
     fleet.directory.doubted(fleet.engine)
     assert fleet.engine.is_routable
-    assert (await fleet.probed()).is_routable == is_there
+    assert (await fleet.probed()).is_routable == (error is None)
+
+
+async def test_a_probe_that_was_under_way_clears_no_doubt() -> None:
+    fleet = Fleet("a")
+    await fleet.probed()
+    answer = fleet.handlers["a"]
+
+    def doubt_and_answer(request: httpx.Request) -> httpx.Response:
+        fleet.directory.doubted(fleet.engine)
+        return answer(request)
+
+    fleet.handlers["a"] = doubt_and_answer
+    assert (await fleet.probed()).is_routable
+    fleet.handlers["a"] = failing(TimeoutError())
+    assert not (await fleet.probed()).is_routable
 
 
 class Placed(Fleet):

@@ -15,6 +15,7 @@ from tests.proxy.test_migration import (
     loses_its_peer,
     refuses,
 )
+from wire.services import CompletionEvent, ServiceError
 
 
 async def is_too_busy(call: Call) -> None:
@@ -127,6 +128,26 @@ async def test_a_handover_nobody_else_can_take_fails_as_before() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "handover_no_room")
         await until(lambda: bool(fleet.prompt.withdrawn))
         assert fleet.prompt.withdrawn == [fleet.prompt.calls[0].prompt_request.handover_id]
+
+
+async def test_a_prompt_whose_blocks_were_taken_back_is_computed_once_more_by_the_only_pair() -> None:
+    """Nothing is wrong with either engine."""
+    scripts = Generating()
+
+    async def is_superseded_once(call: Call) -> None:
+        if len(completion.calls) > 1:
+            await scripts.completion(call)
+            return
+        await call.accept()
+        error = ServiceError(message="computed again", type="server_error", code="handover_superseded")
+        await call.event(CompletionEvent(error=error, error_status=503))
+        await call.end()
+
+    prompt, completion = MockEngine("prompt", scripts.prompt), MockEngine("completion", is_superseded_once)
+    async with stack(prompt, completion, max_migrations=5) as running:
+        response = await running.complete()
+    assert (response.status_code, response.json()["choices"][0]["text"]) == (200, TEXT)
+    assert response.headers["x-tandem-migrations"] == "1"
 
 
 async def test_a_handover_that_broke_is_not_passed_on_but_computed_anew() -> None:

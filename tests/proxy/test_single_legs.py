@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.proxy.builders import Answering, Stack, chat_body, events, stack, text_body
+from tests.proxy.builders import Answering, Stack, chat_body, events, ids, stack, text_body, until
 from tests.proxy.mock_engines import Call, MockEngine
 
 ASK_PROMPT = {
@@ -77,6 +78,30 @@ async def test_a_first_token_that_ends_the_answer_needs_no_completion_engine() -
     assert response.json()["choices"][0] == {
         "index": 0, "text": "", "logprobs": None, "finish_reason": "stop",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+async def test_a_handover_whose_client_leaves_before_it_is_taken_over_is_withdrawn(
+    is_taken_over: bool,
+) -> None:
+    async def silent(call: Call) -> None:
+        await call.accept()
+        if is_taken_over:
+            await call.tokens(1, ids("b"))
+        await call.client_left.wait()
+
+    async with two_proxies("abc") as (of_prompt, of_completion):
+        prompt, completion = of_completion.engines
+        completion.script = silent
+        first = {**text_body(), "kv_transfer_params": ASK_PROMPT}
+        params = (await of_prompt.client.post(TEXT, json=first)).json()["kv_transfer_params"]
+        with pytest.raises(httpx.ReadTimeout):
+            await of_completion.client.post(
+                TEXT, json={**text_body(), "kv_transfer_params": params}, timeout=0.5
+            )
+        await until(lambda: of_completion.services.draining.num_open_requests == 0)
+        await until(lambda: is_taken_over or bool(prompt.withdrawn))
+        assert prompt.withdrawn == ([] if is_taken_over else [params["tandem"]["handover_id"]])
 
 
 async def test_what_the_prompt_leg_says_is_checked_and_is_no_address() -> None:

@@ -4,12 +4,12 @@ Only what Tandem reads: many repositories have the same weights in several forma
 """
 
 import os
+import signal
 import sys
 
-from processes.first_process import end_when_told
-
-end_when_told()
-from huggingface_hub import snapshot_download  # noqa: E402
+if os.getpid() == 1:  # has no default action for SIGTERM; imports take seconds
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+from huggingface_hub import snapshot_download
 
 folder, file = os.environ["FOLDER"], os.environ["FILE"]
 texts = ["*.json", "*.jinja"]

@@ -228,7 +228,7 @@ async def test_a_proxy_that_reads_nothing_is_given_up_and_its_parts_are_bounded(
         await engine.send_outputs(*(token_output("a", index) for index in range(4)))
         with pytest.raises(EngineBroke):
             await token_ids(leg)
-        assert await engine.command() == Abort("a")
+        assert await engine.command() == Abort("a", keeps_handover=True)
 
 
 async def test_an_engine_that_is_not_there_is_unreachable() -> None:

@@ -91,6 +91,9 @@ def test_what_cannot_be_shared_out_is_refused_at_start(checkpoint: Path, tmp_pat
         EngineStartError, match="need a multiple of 8 as intermediate_size, not 36; --kernels t"
     ):
         Engine(odd, tp=2, kernels="native")
+    narrow = tiny_checkpoint(tmp_path / "narrow", "Llama", intermediate_size=96)
+    with pytest.raises(EngineStartError, match="--dtype q4 has groups of 32 weights, and --tp 2 gives"):
+        Engine(narrow, tp=2, dtype="q4")
     tiny_checkpoint(tmp_path, "Gemma3", num_key_value_heads=2)
     with pytest.raises(EngineStartError, match=r"--tp 2: .* is computed by the transformers package"):
         Engine(tmp_path, tp=2)
