@@ -268,8 +268,10 @@ class HandoverSink:
     def _turn(self) -> float:
         now_s = self._clock()
         busy = False
-        for session, link in self._peers.values():
+        for address, (session, link) in self._peers.items():
             busy |= self._serve(session, link, now_s)
+            if session.path is not None:
+                self._known.at(address).path = session.path
         if now_s >= self._next_tick_s:
             self._tick(now_s)
             self._next_tick_s = now_s + TICK_S
@@ -299,8 +301,6 @@ class HandoverSink:
 
     def _remove_lost(self, now_s: float) -> None:
         for address, (session, link) in list(self._peers.items()):
-            if session.path is not None:
-                self._known.at(address).path = session.path
             if session.has_read:
                 self._breakers.worked(address)
             if session.lost is not None:

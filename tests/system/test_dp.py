@@ -75,9 +75,9 @@ def test_answers_equal_one_engines_and_both_ranks_serve(stack: RunningStack) -> 
         texts = list(pool.map(lambda prompt: complete(stack, prompt), PROMPTS))
     assert texts == [expected(prompt) for prompt in PROMPTS]
     after = [metric(stack.services[rank], "tandem_engine_output_tokens_total") for rank in RANKS]
-    assert [now - then for now, then in zip(after, before, strict=True)] == [
-        len(PROMPTS) // 2 * NUM_TOKENS
-    ] * 2
+    numbers = [now - then for now, then in zip(after, before, strict=True)]
+    assert min(numbers) >= NUM_TOKENS  # how many each gets depends on how soon the others end
+    assert sum(numbers) == len(PROMPTS) * NUM_TOKENS
 
 
 def test_a_rank_without_requests_runs_placeholders(stack: RunningStack) -> None:
