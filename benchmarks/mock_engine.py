@@ -9,7 +9,6 @@ NORMAL engine.
 import argparse
 import asyncio
 import json
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
@@ -19,6 +18,7 @@ import msgspec
 import uvloop
 
 from wire.json_body import to_json
+from wire.link_sending import hold_little
 from wire.services import CompletionRequest, EngineInfo
 from wire.token_link import (
     BEAT_S,
@@ -36,8 +36,6 @@ FIRST_TOKEN_ID = 1000
 NUM_TOKEN_IDS = 500
 LONGEST = 1 << 20
 JSON_TYPE = b"application/json"
-LINK_BUFFER_BYTES = 1 << 14
-"""Of what was sent and not read; the kernel's own 4 MB are seconds of waiting for a new stream."""
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"
 
@@ -152,11 +150,6 @@ class MockConnection(asyncio.Protocol):
     def write_chunk(self, data: bytes) -> None:
         self.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def _bound_buffer(self) -> None:
-        assert self._transport is not None
-        connection: socket.socket = self._transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LINK_BUFFER_BYTES)
-
     def _answer(self, content: bytes) -> None:
         head = _HEAD % JSON_TYPE
         self.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(content), content))
@@ -184,7 +177,8 @@ class MockConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._path == LINK_PATH:
             self._link = self._engine.links[self] = Link(self)
-            self._bound_buffer()
+            assert self._transport is not None
+            hold_little(self._transport)
             self.write(_HEAD % b"application/octet-stream" + b"transfer-encoding: chunked\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:

@@ -45,8 +45,9 @@ SILENT_S = 10 * BEAT_S
 TURN_S = 0.01
 """For so long tokens are passed on at once: an engine that is faster than the proxy must not keep everybody
 else from their turns, nor fill the backlogs of clients before anything is sent to them."""
-RECEIVE_BUFFER_BYTES = 1 << 14
-"""The first token of a new stream waits behind all that is in the socket: 6 MB and more without."""
+RECEIVE_BUFFER_BYTES = 1 << 16
+"""The first token of a new stream waits behind all that is in the socket: 6 MB and more without. With a
+quarter of this TCP itself waits on loopback (`wire.link_sending`)."""
 
 
 class TokenLinks:
