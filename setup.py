@@ -1,6 +1,7 @@
-"""Builds the optional C++ kernels; everything else is in pyproject.toml.
+"""Builds the optional C++ parts: the engine's kernels and the proxy's path of plain streams.
 
-Without a compiler, or on another processor than x86-64, the installation goes on without them.
+Without a compiler the installation goes on without them, and on another processor than x86-64 without the
+kernels. Everything else is in pyproject.toml.
 """
 
 import hashlib
@@ -9,23 +10,24 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCES = Path(__file__).parent / "engine" / "native" / "src"
+ROOT = Path(__file__).parent
 
 
-def digest_of_sources() -> str:
-    """As in engine/native/library.py, which compares it where it finds the sources beside it."""
-    paths = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
+def digest_of_sources(directory: str) -> str:
+    """As in processes/compiled_sources.py, which compares it where the sources lie beside the library."""
+    paths = sorted((*(ROOT / directory).glob("*.cpp"), *(ROOT / directory).glob("*.h")))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def headers(directory: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / directory).glob("*.h"))
 
 
 KERNELS = Extension(
     "engine.native._kernels",
     sources=["engine/native/src/kernels.cpp"],
-    depends=[
-        f"engine/native/src/{name}.h"
-        for name in ("attention", "decoder", "glue", "groups", "linear", "panels", "simd", "team")
-    ],
-    define_macros=[("TANDEM_SOURCES", f"0x{digest_of_sources()}ull")],
+    depends=headers("engine/native/src"),
+    define_macros=[("TANDEM_SOURCES", f"0x{digest_of_sources('engine/native/src')}ull")],
     language="c++",
     # The processor is asked before the library is loaded (engine/native/library.py).
     extra_compile_args=[
@@ -36,4 +38,16 @@ KERNELS = Extension(
     optional=True,
 )
 
-setup(ext_modules=[KERNELS] if platform.machine() in ("x86_64", "AMD64") else [])
+PLAIN_STREAMS = Extension(
+    "proxy.native._plain_streams",
+    sources=["proxy/native/src/module.cpp"],
+    depends=headers("proxy/native/src"),
+    define_macros=[("TANDEM_SOURCES", f'"{digest_of_sources("proxy/native/src")}"')],
+    language="c++",
+    extra_compile_args=["-O2", "-g0", "-std=c++17", "-fvisibility=hidden"],
+    optional=True,
+)
+
+IS_X86_64 = platform.machine() in ("x86_64", "AMD64")
+
+setup(ext_modules=[PLAIN_STREAMS, KERNELS] if IS_X86_64 else [PLAIN_STREAMS])

@@ -3,22 +3,14 @@
 For `benchmarks.proxy` alone: other routers pass text through, and get it from their engines.
 """
 
-from proxy.detokenizer import Detokenizer, Vocabulary
+from proxy.detokenizer import Vocabulary
 from proxy.main import main
 
 
-class OneWord:
-    def push(self, token_id: int) -> str:
-        return " word"
-
-    def flush(self) -> str:
-        return ""
-
-
-def _detokenizer(vocabulary: Vocabulary, visible_ids: frozenset[int] = frozenset()) -> Detokenizer:
-    return OneWord()
+def _find_bytes(vocabulary: Vocabulary, token_id: int) -> bytes:
+    return b" word"
 
 
 if __name__ == "__main__":
-    Vocabulary.detokenizer = _detokenizer  # type: ignore[method-assign, assignment]
+    Vocabulary._find_bytes = _find_bytes  # type: ignore[method-assign, assignment]
     raise SystemExit(main())

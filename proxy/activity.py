@@ -111,9 +111,12 @@ class Activity:
             samples.append(waited_s)
 
     def next_token(self, waited_s: float, now_s: float) -> None:
-        samples = self._counted(now_s).inter_token_s
-        if len(samples) < MAX_SAMPLES:
-            samples.append(waited_s)
+        self.next_tokens((waited_s,), now_s)
+
+    def next_tokens(self, waited_s: Sequence[float], now_s: float) -> None:
+        """Of several choices, each waited for that long."""
+        samples = self._counted(now_s, len(waited_s)).inter_token_s
+        samples += waited_s[: MAX_SAMPLES - len(samples)]
 
     def buckets(self) -> list[Bucket]:
         """Of the last minutes, the oldest first; those without anything are empty, the current one is out."""
@@ -122,13 +125,13 @@ class Activity:
         numbers = range(current - NUM_BUCKETS + 1, current)
         return [known.get(number) or Bucket(number) for number in numbers]
 
-    def _counted(self, now_s: float) -> Bucket:
-        """The bucket of this moment, with one token more."""
+    def _counted(self, now_s: float, num_tokens: int = 1) -> Bucket:
+        """The bucket of this moment, with so many tokens more."""
         number = int(now_s / self.bucket_s)
         if not self._buckets or self._buckets[-1].number != number:
             self._buckets.append(Bucket(number))
         bucket = self._buckets[-1]
-        bucket.num_tokens += 1
+        bucket.num_tokens += num_tokens
         return bucket
 
     def check_invariants(self) -> None:

@@ -15,6 +15,7 @@ from proxy.errors import ProxyError
 from proxy.message_delta import FinishReason, MessageDelta, ToolCallDelta
 from proxy.message_parser import MessageParser
 from proxy.metrics import ProxyMetrics
+from proxy.native.loading import Outlet, PlainStream
 from proxy.openai_responses import (
     DONE,
     Answer,
@@ -65,6 +66,15 @@ class ChoiceClock:
         else:
             self._observe(elapsed_s)
             self._next_token(elapsed_s, now_s)
+
+    @property
+    def previous_s(self) -> float | None:
+        """When the latest token came; None where the next one is no token like all others."""
+        return None if self._is_first or self._trace.is_to_arrive else self._previous_s
+
+    def resume(self, previous_s: float) -> None:
+        """The tokens up to then were counted elsewhere."""
+        self._previous_s = previous_s
 
 
 class Choice:
@@ -117,6 +127,30 @@ class Choice:
             (last,), batch.finish_reason
         )
 
+    def begin_plain(self, choice: int, next_index: int) -> PlainStream | None:
+        previous_s = self._clock.previous_s
+        if not self._is_text_only or previous_s is None:
+            return None
+        words, events = self._text.words(), self._out.plain_events()
+        if words is None or events is None:
+            return None
+        before, after = events.around
+        return PlainStream(
+            words,
+            choice=choice,
+            next_index=next_index,
+            last_s=previous_s,
+            before=before,
+            after=after,
+            outlet=events.outlet,
+            put=events.put,
+        )
+
+    def end_plain(self, plain: PlainStream) -> None:
+        self._clock.resume(plain.last_s)
+        self._text.resume(plain.num_tokens, plain.pending)
+        self._out.end_plain(plain.text)
+
     def _accept_first(self, echo: Echo, batch: TokenBatch) -> bool:
         """Only texts have an echo, and they have no parts."""
         self._echo = None
@@ -146,6 +180,23 @@ class ChoiceOutput(Protocol):
         """A delta with this content and nothing else; it may be empty."""
         ...
 
+    def plain_events(self) -> "PlainEvents | None":
+        """How `write_content` writes it from now on; None while it does more than that."""
+        ...
+
+    def end_plain(self, text: str) -> None:
+        """Content that was to be kept, of tokens taken elsewhere."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEvents:
+    """Where content goes, each piece with the same JSON around it; without `put` it is kept."""
+
+    around: tuple[bytes, bytes] = b"", b""
+    outlet: Outlet | None = None
+    put: Callable[[bytes], None] | None = None
+
 
 class StreamedChoice:
     """Writes each delta to the client at once."""
@@ -162,6 +213,17 @@ class StreamedChoice:
             self.write(MessageDelta(content=text))
         elif text:
             self._client.send_events(self._content_chunks.chunk(text))
+
+    def plain_events(self) -> PlainEvents | None:
+        if self._content_chunks is None or self._is_first:
+            return None
+        is_ready, outlet = self._client.outlet()
+        return (
+            PlainEvents(self._content_chunks.around, outlet, self._client.send_events) if is_ready else None
+        )
+
+    def end_plain(self, text: str) -> None:
+        assert not text
 
     def write(self, delta: MessageDelta) -> None:
         if self._content_chunks is not None and delta.is_plain and not self._is_first:
@@ -215,6 +277,12 @@ class WholeChoice:
         self._finish_reason: FinishReason | None = None
 
     def write_content(self, text: str) -> None:
+        self._content.append(text)
+
+    def plain_events(self) -> PlainEvents:
+        return PlainEvents()
+
+    def end_plain(self, text: str) -> None:
         self._content.append(text)
 
     def write(self, delta: MessageDelta) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -122,7 +122,7 @@ def _services(
     timeouts = LegTimeouts(
         settings.connect_timeout_s, settings.first_byte_timeout_s, settings.stall_timeout_s
     )
-    metrics = ProxyMetrics()
+    metrics, activity = ProxyMetrics(), Activity()
     waits = EngineWaits()
     directory = EngineDirectory(
         http,
@@ -145,6 +145,7 @@ def _services(
             service_token,
             connect_timeout_s=settings.connect_timeout_s,
             on_leaving=directory.leaves,
+            on_gaps=partial(_count_gaps, metrics, activity),
         )
         if settings.token_link
         else None
@@ -177,7 +178,7 @@ def _services(
         ),
         key_use=_key_gate(settings),
         metrics=metrics,
-        activity=Activity(),
+        activity=activity,
         departures=Departures(routes),
         draining=Draining(),
         peers=Peers(settings.worker_directory, settings.worker_number),
@@ -225,6 +226,12 @@ def _add_models(app: FastAPI, model: str) -> None:
             return json_response(to_json(model_object(model, created)))
         error = UnknownModel(f"the model {model_id!r} does not exist", param="model")
         return json_response(to_json(error.body), error.status)
+
+
+def _count_gaps(metrics: ProxyMetrics, activity: Activity, gaps_s: Sequence[float], now_s: float) -> None:
+    """As `ChoiceClock` does for each token."""
+    metrics.inter_token.observe_all(gaps_s)
+    activity.next_tokens(gaps_s, now_s)
 
 
 def _version() -> str:

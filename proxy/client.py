@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from proxy.asgi import Receive, Scope, Send
 from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongKey
 from proxy.event_writer import EventWriter
-from proxy.http_protocol import ABORT, ON_LEFT, WRITE
+from proxy.http_protocol import ABORT, ON_LEFT, OUTLET, WRITE
+from proxy.native.loading import Outlet
 from wire.json_body import to_json
 
 LINGER_S = 2.0
@@ -35,6 +36,7 @@ class Client:
         extensions = scope.get("extensions", {})
         self._abort = extensions.get(ABORT)
         self._write = extensions.get(WRITE)
+        self._make_outlet = extensions.get(OUTLET)
         self._on_left = extensions.get(ON_LEFT)
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._has_head = False
@@ -132,6 +134,19 @@ class Client:
                 **({} if self._write is None else {"write": self._write}),
             )
         self._writer.put(events)
+
+    def outlet(self) -> tuple[bool, Outlet | None]:
+        """Whether events may be written by others from now on, and where; None: by `send_events` alone."""
+        if self._writer is None or not self._has_head:
+            return False, None
+        if self._make_outlet is None:
+            return True, None
+        if self._writer.outlet is None:
+            outlet = self._make_outlet()
+            if outlet is None:
+                return False, None
+            self._writer.share(outlet)
+        return True, self._writer.outlet
 
     async def end_events(self, events: bytes) -> None:
         """The last events and the end of the stream; returns when the client's connection has them."""

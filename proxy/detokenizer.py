@@ -12,6 +12,9 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from proxy.native.loading import Words
+from wire.json_body import to_json
+
 REPLACEMENT = "\ufffd"
 
 
@@ -26,6 +29,14 @@ class Detokenizer(Protocol):
         """What is left at the end: U+FFFD for a character that was never completed."""
         ...
 
+    def words(self) -> Words | None:
+        """What turns the next tokens into text just as well; None while that is not so."""
+        ...
+
+    def resume(self, pending: bytes) -> None:
+        """Others have pushed tokens with `words`; this is left of a character that is not complete."""
+        ...
+
 
 class Vocabulary:
     """What single tokens look like; shared by all requests."""
@@ -36,6 +47,7 @@ class Vocabulary:
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self.is_byte_level = _is_byte_level(tokenizer)
+        self._words: Words | None = None
         self._bytes: dict[int, bytes] = {}
         self._whole: dict[int, str | None] = {}
 
@@ -65,6 +77,18 @@ class Vocabulary:
         except KeyError:
             text = self._whole[token_id] = _as_text(self.token_bytes(token_id))
             return text
+
+    def words(self) -> Words:
+        """The table of compiled streams; special tokens are no text there."""
+        if self._words is None:
+            self._words = Words(self._word, to_json)
+        return self._words
+
+    def _word(self, token_id: int) -> tuple[bytes, bytes | None]:
+        if token_id in self.special_ids:
+            return b"", b'""'
+        text = self.whole_text(token_id)
+        return self.token_bytes(token_id), None if text is None else to_json(text)
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
@@ -107,6 +131,14 @@ class ByteLevelDetokenizer:
         self._is_between = True
         return self._decoder.decode(b"", final=True)
 
+    def words(self) -> Words | None:
+        is_usual = self._is_between and self._hidden_ids is self._vocabulary.special_ids
+        return self._vocabulary.words() if is_usual else None
+
+    def resume(self, pending: bytes) -> None:
+        self._decoder.setstate((pending, 0))
+        self._is_between = not pending
+
 
 class WindowDetokenizer:
     """Decodes the ids since the last safe point twice, with and without the newest, and emits the rest."""
@@ -129,6 +161,12 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         return self._advance(is_last=True)
+
+    def words(self) -> None:
+        """The text of these tokens depends on their neighbours."""
+
+    def resume(self, pending: bytes) -> None:
+        raise AssertionError("nobody else knows the text of these tokens")
 
     def _advance(self, is_last: bool) -> str:
         before = self._tokenizer.decode(self._ids[: self._num_context])

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from typing import Any
 
+from proxy.native.loading import Outlet
+
 SendPart = Callable[[bytes, bool], Coroutine[Any, Any, None]]
 """Sends a part of a body, and whether it is the last; waits while the client's buffers are full."""
 WritePart = Callable[[bytes], bool]
@@ -34,6 +36,8 @@ class EventWriter:
         write: WritePart = _never,
     ) -> None:
         """`gave_up` becomes done when the client has been given up."""
+        self.outlet: Outlet | None = None
+        """Others write events to it while this has none to send before them."""
         self._send = send
         self._write_now = write
         self._gave_up = gave_up
@@ -63,8 +67,15 @@ class EventWriter:
         """The end of the stream, too."""
         return self._sent_all.done() and not self._sent_all.cancelled()
 
+    def share(self, outlet: Outlet) -> None:
+        """Let others write to this connection, whenever that does not overtake anything."""
+        self.outlet = outlet
+        outlet.is_behind = bool(self._backlog) or self._waiting is not None
+
     def put(self, events: bytes) -> None:
         """Send these bytes behind all others."""
+        if self.outlet is not None:
+            self.outlet.is_behind = True
         self._backlog.append(events)
         self._num_bytes += len(events)
         if self._num_bytes > self._max_backlog_bytes:
@@ -99,6 +110,7 @@ class EventWriter:
             if self._write_now(data):
                 self._backlog.clear()
                 self._num_bytes = 0
+                self._caught_up()
                 return
         sending, num_bytes = self._next_part()
         try:
@@ -106,6 +118,7 @@ class EventWriter:
             awaited = sending.send(None)
         except StopIteration:
             self._sent(num_bytes)
+            self._caught_up()
         except Exception:  # whatever it is, nothing more can be sent
             self._give_up()
         else:
@@ -122,10 +135,15 @@ class EventWriter:
                 self._waiting_since_s = self._loop.time()
                 await more
                 self._sent(num_bytes)
+            self._caught_up()
         except Exception:
             self._give_up()
         finally:
             self._waiting = None
+
+    def _caught_up(self) -> None:
+        if self.outlet is not None:
+            self.outlet.is_behind = False
 
     def _next_part(self) -> tuple[Coroutine[Any, Any, None], int]:
         data = self._backlog[0] if len(self._backlog) == 1 else b"".join(self._backlog)

@@ -13,12 +13,16 @@ from weakref import ref
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from proxy.native.loading import Outlet
+
 ABORT = "tandem.abort"
 """In a scope's `extensions`: a function that closes the connection, and drops what was not sent yet.
 
 uvicorn itself would close it once everything is sent, which a client that does not read puts off for ever."""
 WRITE = "tandem.write"
 """A function that writes a part of a chunked body now; False where that has to wait, or behind no head."""
+OUTLET = "tandem.outlet"
+"""A function that returns what others may write chunks to; None where parts of the body are no chunks."""
 ON_LEFT = "tandem.on_left"
 """A function that takes what is to be called when the client leaves before the response is complete, and
 returns one that takes it back."""
@@ -27,6 +31,8 @@ returns one that takes it back."""
 class HttpProtocol(HttpToolsProtocol):
     _left: Callable[[], None] | None = None
     """Of the exchange under way; one at a time, however many requests were sent ahead."""
+    _outlet: Outlet | None = None
+    """Of the latest exchange that asked for one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,6 +40,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._pause_outlet(True)
         left, self._left = self._left, None
         if left is not None:
             left()
@@ -47,8 +54,28 @@ class HttpProtocol(HttpToolsProtocol):
         scope["extensions"] = {
             ABORT: self.transport.abort,  # type: ignore[dict-item]
             WRITE: partial(_write, ref(self.cycle), cast(HeadsWait, self.transport)),  # type: ignore[dict-item]
+            OUTLET: partial(self._make_outlet, ref(self.cycle)),  # type: ignore[dict-item]
             ON_LEFT: self._on_left,  # type: ignore[dict-item]
         }
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._pause_outlet(True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._pause_outlet(False)
+
+    def _pause_outlet(self, is_paused: bool) -> None:
+        if self._outlet is not None:
+            self._outlet.is_paused = is_paused or self.transport.is_closing()
+
+    def _make_outlet(self, exchange: ref[RequestResponseCycle]) -> Outlet | None:
+        cycle, transport = exchange(), cast(HeadsWait, self.transport)
+        if cycle is None or not cycle.chunked_encoding or transport.head:
+            return None
+        self._outlet = Outlet(transport.pass_on, cycle.flow.write_paused or cycle.disconnected)
+        return self._outlet
 
     def _on_left(self, left: Callable[[], None]) -> Callable[[], None]:
         self._left = left

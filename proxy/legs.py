@@ -24,7 +24,7 @@ from proxy.errors import (
     refused_at_once,
 )
 from proxy.event_stream import EventStreamParser, EventStreamTooLong
-from proxy.leg_batch import CompletionLeg, LegBatch, TakeBatch
+from proxy.leg_batch import CompletionLeg, LegBatch, PlainSource, TakeBatch
 from proxy.linked_leg import LinkedLeg
 from proxy.loads import STREAM_TOKENS, EngineLoads
 from proxy.token_batch import TokenBatch
@@ -226,7 +226,7 @@ class EventStreamLeg:
             if batch.parts or batch.failure is not None:
                 return batch
 
-    async def forward(self, take: TakeBatch, stall_s: float) -> None:
+    async def forward(self, take: TakeBatch, stall_s: float, plain: PlainSource | None = None) -> None:
         while take(await self.next_batch(stall_s)):
             pass
 

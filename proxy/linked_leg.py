@@ -12,7 +12,8 @@ from proxy.errors import (
     failure_from_finish,
     refused_at_once,
 )
-from proxy.leg_batch import LegBatch, TakeBatch
+from proxy.leg_batch import LegBatch, PlainSource, TakeBatch
+from proxy.native.loading import PlainStream, PlainStreams
 from proxy.token_batch import TokenBatch
 from wire.token_link import StreamPart
 
@@ -20,8 +21,18 @@ from wire.token_link import StreamPart
 class LinkedLeg:
     """One stream of a link; see `proxy.legs.CompletionLeg`."""
 
-    def __init__(self, engine: Engine, waits: EngineWaits, leave: Callable[[bool], None]) -> None:
-        """`leave` gives the stream up, or says that it is over."""
+    def __init__(
+        self,
+        engine: Engine,
+        waits: EngineWaits,
+        leave: Callable[[bool], None],
+        number: int = 0,
+        streams: PlainStreams | None = None,
+    ) -> None:
+        """`leave` gives the stream up, or says that it is over.
+
+        `streams`: those of the link that are compiled; `number`: of this stream there.
+        """
         self.engine = engine
         self.is_accepted = False
         self.has_begun = False
@@ -30,6 +41,11 @@ class LinkedLeg:
         self._leave = leave
         self._early: list[LegBatch] = []
         self._take_batch: TakeBatch | None = None
+        self._number = number
+        self._streams = streams
+        self._source: PlainSource | None = None
+        self._plain: PlainStream | None = None
+        """Takes the tokens now."""
         self._waiting: asyncio.Future[None] | None = None
         self._heard_s = 0.0
         self._stall_s: float | None = None
@@ -47,20 +63,21 @@ class LinkedLeg:
             await self._waits.within(timeout_s, self.engine, self._something())
         return self._early.pop(0)
 
-    async def forward(self, take: TakeBatch, stall_s: float) -> None:
+    async def forward(self, take: TakeBatch, stall_s: float, plain: PlainSource | None = None) -> None:
         """Give every batch to `take` until that returns False; raises what it raises."""
         for batch in self._early:
             if not take(batch):
                 return
         self._early.clear()
-        self._take_batch, self._stall_s = take, stall_s
+        self._take_batch, self._stall_s, self._source = take, stall_s, plain
         self._heard_s = asyncio.get_running_loop().time()
         try:
             await self._waits.within(None, self.engine, self._something())
         except EngineTooSlow:
             raise too_slow(self.engine, stall_s) from None
         finally:
-            self._take_batch = None
+            self._end_plain()
+            self._take_batch = self._source = None
 
     async def drain(self) -> None:
         """The last batch is in: nothing follows."""
@@ -71,6 +88,7 @@ class LinkedLeg:
 
     def take(self, batch: LegBatch, now_s: float) -> None:
         """What the link has brought; never waits."""
+        self._end_plain()
         if batch.is_accepted:
             self.is_accepted = True
             self._wake()
@@ -90,8 +108,27 @@ class LinkedLeg:
                 return
         self._wake()
 
+    def begin_plain(self) -> None:
+        """Let the next tokens be taken by a compiled stream, if they may; nothing waits to be taken now."""
+        if self._plain is None and self._source is not None and self._streams is not None:
+            self._plain = self._source.begin_plain()
+            if self._plain is not None:
+                self._streams.add(self._number, self._plain)
+
+    def _end_plain(self) -> None:
+        plain, self._plain = self._plain, None
+        if plain is None:
+            return
+        assert self._streams is not None
+        assert self._source is not None
+        self._streams.remove(self._number)
+        self._heard_s = max(self._heard_s, plain.last_s)
+        self._source.end_plain(plain)
+
     def check_stall(self, now_s: float) -> None:
         stall_s = self._stall_s
+        if self._plain is not None:
+            self._heard_s = max(self._heard_s, self._plain.last_s)
         if self._take_batch is not None and stall_s is not None and now_s - self._heard_s > stall_s:
             self._wake(too_slow(self.engine, stall_s))
 

@@ -25,6 +25,7 @@ from proxy.departures import Departures
 from proxy.engines import Engine, EngineStart
 from proxy.errors import EngineFailure, EngineLeaves
 from proxy.legs import EngineCalls
+from proxy.native.loading import PlainStream
 from proxy.pairing import Pair, Route
 from proxy.request_flow import PromptWork, run_prompt
 from proxy.token_batch import TokenBatch, TokenSink
@@ -89,8 +90,11 @@ class Progress:
         self._max_tokens = work.sampling.max_tokens
         self._began_s = 0.0
         self._is_to_leave = False
+        self._plain: PlainStream | None = None
+        """Takes the tokens now."""
         self.num_tokens_at_end = work.num_tokens_at_end
         self.token_ids: list[int] = []
+        """Without those of a plain stream that still runs."""
         self.is_done = False
 
     def accept(self, batch: TokenBatch) -> bool:
@@ -104,6 +108,17 @@ class Progress:
         self.is_done = batch.finish_reason is not None or not wants_more
         return wants_more and not self._is_to_leave
 
+    def begin_plain(self, choice: int, next_index: int) -> PlainStream | None:
+        if self._is_to_leave:
+            return None
+        self._plain = self._sink.begin_plain(choice, next_index)
+        return self._plain
+
+    def end_plain(self, plain: PlainStream) -> None:
+        self._plain = None
+        self.token_ids += plain.token_ids
+        self._sink.end_plain(plain)
+
     @property
     def is_staying(self) -> bool:
         return not (self.is_done or self._is_to_leave)
@@ -111,7 +126,7 @@ class Progress:
     @property
     def may_take_s(self) -> float:
         """How long it goes on, at most and at its pace so far; 0 where that is not known yet."""
-        num_tokens = len(self.token_ids)
+        num_tokens = len(self.token_ids) + (0 if self._plain is None else self._plain.num_tokens)
         if num_tokens < 2:
             return 0.0
         elapsed_s = time.monotonic() - self._began_s
@@ -120,6 +135,8 @@ class Progress:
     def leave(self) -> None:
         """The next token is the last one from where it runs."""
         self._is_to_leave = True
+        if self._plain is not None:
+            self._plain.stop()
 
     def stay(self) -> None:
         self._is_to_leave = False

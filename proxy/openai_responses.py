@@ -67,6 +67,11 @@ class ContentChunks:
     def chunk(self, text: str) -> bytes:
         return self._before + to_json(text) + self._after
 
+    @property
+    def around(self) -> tuple[bytes, bytes]:
+        """What is before and behind a text's characters in JSON."""
+        return self._before + b'"', b'"' + self._after
+
 
 class ResponseBuilder:
     """Everything one request's answer consists of; `kind` decides between chat and text completions."""

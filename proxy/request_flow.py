@@ -25,6 +25,7 @@ from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, EngineRefused, EngineUnreachable, failure_from_finish
 from proxy.leg_batch import CompletionLeg, LegBatch
 from proxy.legs import EngineCalls, check_prompt_logprobs
+from proxy.native.loading import PlainStream
 from proxy.pairing import Pair, Route, Single
 from proxy.text_stream import EndOfText
 from proxy.token_batch import TokenBatch, TokenSink
@@ -368,7 +369,7 @@ class Relay:
     async def run(self, leg: CompletionLeg, first: LegBatch, stall_s: float) -> None:
         """Until every choice has ended, or its sink wants no more."""
         if self._take(first):
-            await leg.forward(self._take, stall_s)
+            await leg.forward(self._take, stall_s, self)
         if not self._next_index:
             await leg.drain()
 
@@ -388,6 +389,20 @@ class Relay:
         if batch.failure is not None:
             raise batch.failure
         return True
+
+    def begin_plain(self) -> PlainStream | None:
+        """What can take the next tokens: of the one choice that is left, if they are nothing but text."""
+        if len(self._next_index) != 1 or self._prefilled is not None:
+            return None
+        ((choice, next_index),) = self._next_index.items()
+        sink = self._sinks.get(choice)
+        return None if sink is None else sink.begin_plain(choice, next_index)
+
+    def end_plain(self, plain: PlainStream) -> None:
+        """`plain` takes no more."""
+        ((choice, _),) = self._next_index.items()
+        self._next_index[choice] = plain.next_index
+        self._sinks[choice].end_plain(plain)
 
     def _pass_on(self, choice: int, part: TokenBatch) -> None:
         if choice not in self._next_index:

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from proxy.detokenizer import Vocabulary
+from proxy.native.loading import Words
 from proxy.stop_strings import StopStrings
 from proxy.token_text import TokenText, token_text
 from wire.services import OutputToken
@@ -61,6 +62,15 @@ class TextStream:
         if len(tokens) == 1:
             return push(tokens[0].token_id)
         return "".join([push(token.token_id) for token in tokens])
+
+    def words(self) -> Words | None:
+        """What makes the same text of the next tokens; None while more than text may come of them."""
+        return self._detokenizer.words() if self.is_text_only else None
+
+    def resume(self, num_tokens: int, pending: bytes) -> None:
+        """Behind tokens that were made text with `words`; see `Detokenizer.resume`."""
+        self.num_tokens += num_tokens
+        self._detokenizer.resume(pending)
 
     def push(self, tokens: Sequence[OutputToken], finish_reason: EndOfText | None) -> TextDelta:
         text, is_end = "", finish_reason is not None

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import msgspec
 
+from proxy.native.loading import PlainStream
 from proxy.text_stream import EndOfText
 from wire.services import OutputToken, PromptLogprobs
 
@@ -31,4 +32,15 @@ class TokenBatch(msgspec.Struct, frozen=True):
 class TokenSink(Protocol):
     def accept(self, batch: TokenBatch) -> bool:
         """Take the batch, at once; False when the answer is complete and generation should stop."""
+        ...
+
+    def begin_plain(self, choice: int, next_index: int) -> PlainStream | None:
+        """What can take the tokens from `next_index` on in its place, of the choice with this number.
+
+        None while they may be more than text. It gets no token until `end_plain`.
+        """
+        ...
+
+    def end_plain(self, plain: PlainStream) -> None:
+        """Goes on behind the tokens that `plain` has taken."""
         ...

@@ -25,6 +25,7 @@ from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineUnreachable
 from proxy.leg_batch import LegBatch
 from proxy.linked_leg import LinkedLeg, batch_of
+from proxy.native.loading import IS_COMPILED, PlainStreams
 from proxy.response_parser import MalformedResponse, ResponseParser
 from settings.secret_keys import SecretKeys
 from wire.services import CompletionRequest
@@ -40,6 +41,9 @@ from wire.token_link import (
     frame,
     open_stream_frame,
 )
+
+OnGaps = Callable[[Sequence[float], float], None]
+"""Told of tokens that plain streams got: how long each was waited for, and the moment."""
 
 SILENT_S = 10 * BEAT_S
 TURN_S = 0.01
@@ -60,9 +64,11 @@ class TokenLinks:
         *,
         connect_timeout_s: float,
         on_leaving: Callable[[str, float], None] = lambda url, leaves_in_s: None,
+        on_gaps: OnGaps = lambda gaps_s, now_s: None,
     ) -> None:
         """`on_leaving` is called when the engine at a URL says that it drains."""
         self._on_leaving = on_leaving
+        self._on_gaps = on_gaps
         self._waits = waits
         self._service_token = service_token
         self._connect_timeout_s = connect_timeout_s
@@ -118,7 +124,7 @@ class TokenLinks:
         is_tls = address.scheme == "https"
         async with asyncio.timeout(self._connect_timeout_s):
             return await connect(
-                lambda: TokenLink(self._head(address.netloc), partial(self._on_leaving, url)),
+                lambda: TokenLink(self._head(address.netloc), partial(self._on_leaving, url), self._on_gaps),
                 address.hostname or "",
                 address.port or (443 if is_tls else 80),
                 is_tls=is_tls,
@@ -134,9 +140,16 @@ class TokenLinks:
 class TokenLink(asyncio.Protocol):
     """One connection; numbers its streams."""
 
-    def __init__(self, head: bytes, on_leaving: Callable[[float], None]) -> None:
+    def __init__(
+        self, head: bytes, on_leaving: Callable[[float], None], on_gaps: OnGaps = lambda gaps_s, now_s: None
+    ) -> None:
         self._head = head
         self._on_leaving = on_leaving
+        self._on_gaps = on_gaps
+        self._plain = PlainStreams() if IS_COMPILED else None
+        """Streams whose tokens are taken without Python; see `proxy.native`."""
+        self._may_become_plain: list[LinkedLeg] = []
+        """They have just got something."""
         self._parser = ResponseParser()
         self._splitter = FrameSplitter()
         self._parts: deque[StreamPart] = deque()
@@ -157,7 +170,8 @@ class TokenLink(asyncio.Protocol):
 
     def open(self, engine: Engine, request: CompletionRequest, waits: EngineWaits) -> LinkedLeg:
         number = next(self._numbers)
-        leg = self._legs[number] = LinkedLeg(engine, waits, partial(self._leave, number))
+        leave = partial(self._leave, number)
+        leg = self._legs[number] = LinkedLeg(engine, waits, leave, number, self._plain)
         self._write(open_stream_frame(number, request))
         return leg
 
@@ -193,6 +207,18 @@ class TokenLink(asyncio.Protocol):
             if time.monotonic() >= until_s:
                 break
         self._read_on_or_pause()
+        if not self._parts:  # nothing of any stream waits: compiled ones overtake nothing
+            for leg in self._may_become_plain:
+                leg.begin_plain()
+            self._may_become_plain.clear()
+
+    def _take_plain(self, data: bytes) -> bytes:
+        """What of this frame is not the next tokens of a plain stream."""
+        return data if self._plain is None else self._plain.take(data, time.monotonic())
+
+    def _flush_plain(self) -> None:
+        if self._plain is not None and (gaps_s := self._plain.flush()):
+            self._on_gaps(gaps_s, time.monotonic())
 
     def _put(self, parts: Sequence[StreamPart]) -> None:
         """What begins a stream is passed on now: it does not wait behind the tokens of others."""
@@ -217,6 +243,8 @@ class TokenLink(asyncio.Protocol):
         if batch.failure is not None:
             del self._legs[part.stream]  # the service has forgotten it, too
         leg.take(batch, self._heard_s)
+        if self._plain is not None:
+            self._may_become_plain.append(leg)
 
     def _read_on_or_pause(self) -> None:
         if self.is_closed or self._transport is None:
@@ -267,7 +295,9 @@ class TokenLink(asyncio.Protocol):
                 self.close(f"it was refused with status {head.status}")
                 return
             for data in self._splitter.push(body):
-                self._put(decode_to_proxy(data))
+                if rest := self._take_plain(data):
+                    self._put(decode_to_proxy(rest))
+            self._flush_plain()
         except (MalformedResponse, FrameTooLong, msgspec.MsgspecError) as error:
             self._end(str(error))
             return

@@ -1,7 +1,6 @@
 """Loads the compiled kernels: one shared library behind a C interface (src/kernels.cpp)."""
 
 import ctypes
-import hashlib
 import logging
 from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
@@ -13,6 +12,7 @@ import torch
 from engine.config import KernelChoice
 from engine.errors import KernelsError
 from model_files import ModelConfig
+from processes.compiled_sources import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,12 +157,9 @@ def library_path() -> Path:
 
 
 def digest_of_sources() -> int | None:
-    """As in setup.py; None where there are none, as in an installation that is no checkout."""
-    directory = Path(__file__).parent / "src"
-    paths = sorted((*directory.glob("*.cpp"), *directory.glob("*.h")))
-    if not paths:
-        return None
-    return int(hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16], 16)
+    """None where they do not lie here, as in an installation that is no checkout."""
+    digest = digest_of(Path(__file__).parent / "src")
+    return None if digest is None else int(digest, 16)
 
 
 def check_model(config: ModelConfig) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from proxy.answers import AnswerShape, ChoiceOutput
+from proxy.answers import AnswerShape, ChoiceOutput, PlainEvents
 from proxy.client import Client
 from proxy.errors import ProxyError
 from proxy.generation_api import AnswerContext, GenerationApi
@@ -77,6 +77,12 @@ class StreamedResponse:
     def write_content(self, text: str) -> None:
         self.write(MessageDelta(content=text))
 
+    def plain_events(self) -> None:
+        """Every event has a number of its own."""
+
+    def end_plain(self, text: str) -> None:
+        assert not text
+
     def write(self, delta: MessageDelta) -> None:
         events = [] if self._num_events else self._opening()
         events += self._response.items.push(delta)
@@ -122,6 +128,12 @@ class WholeResponse:
 
     def write_content(self, text: str) -> None:
         self.write(MessageDelta(content=text))
+
+    def plain_events(self) -> PlainEvents:
+        return PlainEvents()
+
+    def end_plain(self, text: str) -> None:
+        self.write_content(text)
 
     def write(self, delta: MessageDelta) -> None:
         self._response.items.push(delta)

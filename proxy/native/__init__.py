@@ -1,0 +1,1 @@
+"""The tokens of plain streams, compiled: see `proxy.native.loading`."""
