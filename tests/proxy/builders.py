@@ -139,9 +139,11 @@ async def all_ready(services: ProxyServices) -> None:
 
 
 def pair_stack(
-    prompt: Script, completion: Script, **settings: object
+    prompt: Script, completion: Script, *, has_link: bool = True, **settings: object
 ) -> contextlib.AbstractAsyncContextManager[Stack]:
-    return stack(MockEngine("prompt", prompt), MockEngine("completion", completion), **settings)
+    """`has_link`: as Tandem's engines; without, the completion leg is a request of its own."""
+    engines = MockEngine("prompt", prompt), MockEngine("completion", completion, has_link=has_link)
+    return stack(*engines, **settings)
 
 
 async def until(is_true: Callable[[], bool | Awaitable[bool]], *, within_s: float = 5.0) -> None:

@@ -156,6 +156,7 @@ class LinkedCall(Call):
         await self.part(StreamPart(self.number, error=error, error_status=status))
 
     async def event(self, event: CompletionEvent) -> None:
+        logprobs = [made.logprobs for made in event.tokens]
         await self.part(
             StreamPart(
                 self.number,
@@ -164,7 +165,7 @@ class LinkedCall(Call):
                 token_ids=tuple(made.token_id for made in event.tokens),
                 finish_reason=event.finish_reason,
                 num_cached_tokens=event.num_cached_tokens,
-                logprobs=tuple(made.logprobs for made in event.tokens),
+                logprobs=tuple(logprobs) if any(logprobs) else None,
                 error=event.error,
                 error_status=event.error_status,
                 prompt_logprobs=event.prompt_logprobs,
@@ -178,7 +179,7 @@ class LinkedCall(Call):
 class MockEngine:
     """One engine; `script` answers its generation calls, and every one of them is kept in `calls`."""
 
-    def __init__(self, role: EngineRole, script: Script, *, has_link: bool = False) -> None:
+    def __init__(self, role: EngineRole, script: Script, *, has_link: bool = True) -> None:
         self.role = role
         self.script = script
         self.calls: list[Call] = []

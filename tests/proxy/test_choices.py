@@ -128,7 +128,7 @@ async def test_when_all_choices_end_with_their_first_token_the_completion_leg_is
     async def completion(call: Call) -> None:
         await asyncio.Event().wait()
 
-    async with pair_stack(starting("$", "$"), completion) as running:
+    async with pair_stack(starting("$", "$"), completion, has_link=False) as running:
         answer = (await running.complete(n=2)).json()
         async with asyncio.timeout(1):
             await (await running.engines[1].call()).client_left.wait()

@@ -125,7 +125,7 @@ async def test_a_refusal_without_an_error_object_is_a_broken_protocol_or_its_sta
         await call.answer(sent, b"" if sent == 204 else b"<html>")
 
     scripts = (answer, silent) if role == "prompt" else (silent, answer)
-    async with pair_stack(*scripts) as running:
+    async with pair_stack(*scripts, has_link=False) as running:
         for sent, told in ((404, 502), (302, 502), (503, 503), (204, 502)):  # noqa: B007 - `answer` sends it
             code = "engine_refused" if told == 503 else "engine_failed"
             await expect_refusal(running, told, code, is_streamed=is_streamed)
@@ -151,7 +151,7 @@ async def cut_short(call: Call) -> None:
 async def test_an_answer_outside_the_protocol_is_502(
     script: Script, is_streamed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with pair_stack(script, accepted_then_silent) as running:
+    async with pair_stack(script, accepted_then_silent, has_link=False) as running:
         await expect_refusal(running, 502, "engine_failed", is_streamed=is_streamed)
         await expect_cancelled(running.engines[1])
 
@@ -188,7 +188,7 @@ async def endless_event(call: Call) -> None:
 
 @pytest.mark.parametrize("script", [broken_event, ends_at_once, with_a_gap, fails_at_once, endless_event])
 async def test_a_completion_stream_outside_the_protocol_is_502(script: Script) -> None:
-    async with pair_stack(first_token(), script) as running:
+    async with pair_stack(first_token(), script, has_link=False) as running:
         error = await expect_refusal(running, 502, "engine_failed", is_streamed=False)
         assert error["type"] == "server_error"
 

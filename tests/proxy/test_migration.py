@@ -65,7 +65,8 @@ class Generating:
                 await fault(call)
                 return
             self.num_generated += 1
-            made = token(index, TOKENS[index], logprobs_of(index))
+            wants_logprobs = call.completion_request.sampling.logprobs is not None
+            made = token(index, TOKENS[index], logprobs_of(index) if wants_logprobs else None)
             await call.event(CompletionEvent(tokens=(made,), finish_reason=_end(index)))
         await call.end()
 
@@ -127,7 +128,7 @@ FAULTS = {
 
 
 def two_pairs(
-    scripts: Generating, *, has_link: bool = False, **settings: object
+    scripts: Generating, *, has_link: bool = True, **settings: object
 ) -> AbstractAsyncContextManager[Stack]:
     engines = [MockEngine("prompt", scripts.prompt) for _ in range(2)]
     engines += [MockEngine("completion", scripts.completion, has_link=has_link) for _ in range(2)]

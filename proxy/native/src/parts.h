@@ -101,6 +101,8 @@ class Reader {
 
 constexpr uint64_t MAX_TOKEN_ID = (1 << 24) - 1;  // of no vocabulary; a table of words has them all
 
+constexpr uint64_t NUM_CACHED_TOKENS = 5;  // this field of the first part is the one that counts
+
 // One part of a frame: tokens of one choice, and whether that is all it says.
 struct Part {
     uint64_t stream = 0, choice = 0, first_index = 0, num_tokens = 0;
@@ -122,8 +124,10 @@ struct Part {
         part.is_plain = part.num_tokens > 0;
         for (uint64_t i = 0; i < part.num_tokens && !reader.has_failed(); ++i)
             part.is_plain &= reader.unsigned_integer() <= MAX_TOKEN_ID;
-        for (uint64_t field = 4; field < num_fields && !reader.has_failed(); ++field)
-            part.is_plain &= reader.skip_nothing();
+        for (uint64_t field = 4; field < num_fields && !reader.has_failed(); ++field) {
+            bool is_nothing = reader.skip_nothing();
+            part.is_plain &= is_nothing || field == NUM_CACHED_TOKENS;
+        }
         return part;
     }
 };

@@ -91,12 +91,15 @@ struct Stream {
     }
 
     PyObject* chunk() const {
-        char head[24];
-        int head_size = PyOS_snprintf(head, sizeof head, "%zx\r\n", events.size());
+        char head[20];
+        size_t at_digit = sizeof head - 2, size = events.size();
+        memcpy(head + at_digit, "\r\n", 2);
+        for (; size; size >>= 4) head[--at_digit] = "0123456789abcdef"[size & 15];
+        size_t head_size = sizeof head - at_digit;
         PyObject* bytes = PyBytes_FromStringAndSize(nullptr, head_size + events.size() + 2);
         if (!bytes) return nullptr;
         char* at = PyBytes_AS_STRING(bytes);
-        memcpy(at, head, head_size);
+        memcpy(at, head + at_digit, head_size);
         memcpy(at + head_size, events.data(), events.size());
         memcpy(at + head_size + events.size(), "\r\n", 2);
         return bytes;
