@@ -2,7 +2,8 @@
 
 1. a link is opened; its frames are read and written until either side closes it
 2. each OpenStream is checked as a request of its own and goes to the engine, or is refused in its own stream
-3. whatever a step brings for any of its streams leaves as one frame
+3. whatever a step brings for any of its streams leaves as one frame; where the proxy reads slowly, what
+   begins a stream leaves before the tokens of others
 4. a service that begins to drain says so at once, so that streams can be moved in time
 5. when it closes, what is still open is aborted; a draining service closes it once its streams have ended
 """
@@ -10,6 +11,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -18,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from engine.ipc import AddRequest, RequestOutput
 from engine.serving.engine_link import EngineLink
 from engine.serving.errors import EngineRefused, EngineUnavailable, InvalidRequest, ServiceFailure
+from engine.serving.http_protocol import HOLD_LITTLE
 from engine.serving.metrics import ServiceMetrics
 from engine.serving.supervisor import EngineSupervisor
 from wire.services import CompletionRequest
@@ -38,6 +41,8 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_PARTS = 1 << 18
 """Ten seconds of 256 streams at 100 tokens per second. A proxy that has read nothing for so long is given up;
 its streams are aborted."""
+MAX_FRAME_PARTS = 1024
+"""What begins a stream does not overtake a frame that is being sent."""
 
 Check = Callable[[CompletionRequest], tuple[EngineLink, AddRequest]]
 
@@ -70,6 +75,9 @@ class TokenLinkEndpoint:
         self._sessions.add(session)
         if self._supervisor.state == "draining":
             session.say_that_it_leaves(self._supervisor.grace_left_s)
+        hold_little = scope.get("extensions", {}).get(HOLD_LITTLE)
+        if hold_little is not None:
+            hold_little()
         try:
             await self._serve(session, receive, send)
         finally:
@@ -98,7 +106,7 @@ class TokenLinkEndpoint:
         is_over = False
         while not is_over:
             parts = await session.next_parts()
-            is_over = self._supervisor.state == "draining" and not session.num_streams
+            is_over = self._supervisor.state == "draining" and session.is_done
             await send({"type": "http.response.body", "body": frame(parts), "more_body": not is_over})
 
 
@@ -126,14 +134,17 @@ class LinkSession:
         self.metrics = metrics
         self.with_cached_tokens = with_cached_tokens
         self._streams: dict[int, LinkedStream] = {}
-        self._pending: list[StreamPart] = []
+        self._beginnings: list[StreamPart] = []
+        """What stands first in its stream, or is about the link itself."""
+        self._pending: deque[StreamPart] = deque()
         self._has_parts = asyncio.Event()
         self.is_overfull = asyncio.Event()
         """The proxy does not read."""
 
     @property
-    def num_streams(self) -> int:
-        return len(self._streams)
+    def is_done(self) -> bool:
+        """No stream is open, and everything about them has been taken."""
+        return not (self._streams or self._beginnings or self._pending)
 
     def take(self, data: bytes) -> None:
         """One frame of the proxy's; raises `msgspec.MsgspecError` where it is none."""
@@ -143,18 +154,16 @@ class LinkSession:
             case CloseStream(number):
                 self.end(number)
 
+    def begin(self, part: StreamPart) -> None:
+        """Send what a stream has nothing before: it waits for no other stream's tokens."""
+        self._add(part, self._beginnings)
+
     def send(self, part: StreamPart) -> None:
         """With everything else that this turn of the event loop brings."""
-        if len(self._pending) >= MAX_PENDING_PARTS:
-            if not self.is_overfull.is_set():
-                logger.warning("a proxy has not read %d parts: its link is given up", len(self._pending))
-                self.is_overfull.set()
-            return
-        self._pending.append(part)
-        self._has_parts.set()
+        self._add(part, self._pending)
 
     def say_that_it_leaves(self, grace_left_s: float) -> None:
-        self._pending.insert(0, StreamPart(LINK, leaves_in_s=grace_left_s))
+        self._beginnings.insert(0, StreamPart(LINK, leaves_in_s=grace_left_s))
         self._has_parts.set()
 
     def end(self, number: int) -> None:
@@ -164,19 +173,32 @@ class LinkSession:
             stream.close()
 
     async def next_parts(self) -> list[StreamPart]:
-        """What has come since the last call; nothing after BEAT_S."""
+        """The next frame: what has come since the last call, as far as it has room; nothing after BEAT_S."""
         try:
             async with asyncio.timeout(BEAT_S):
                 await self._has_parts.wait()
         except TimeoutError:
             pass
-        self._has_parts.clear()
-        parts, self._pending = self._pending, []
+        parts, self._beginnings = self._beginnings, []
+        while self._pending and len(parts) < MAX_FRAME_PARTS:
+            parts.append(self._pending.popleft())
+        if not self._pending:
+            self._has_parts.clear()
         return parts
 
     def close(self) -> None:
         for number in list(self._streams):
             self.end(number)
+
+    def _add(self, part: StreamPart, waiting: list[StreamPart] | deque[StreamPart]) -> None:
+        num_parts = len(self._beginnings) + len(self._pending)
+        if num_parts >= MAX_PENDING_PARTS:
+            if not self.is_overfull.is_set():
+                logger.warning("a proxy has not read %d parts: its link is given up", num_parts)
+                self.is_overfull.set()
+            return
+        waiting.append(part)
+        self._has_parts.set()
 
     def _open(self, number: int, raw: msgspec.Raw) -> None:
         try:
@@ -184,10 +206,10 @@ class LinkSession:
             stream = LinkedStream(self, number, link, request.request_id)
             link.open(request, stream)
         except ServiceFailure as failure:
-            self.send(StreamPart(number, error=failure.error, error_status=failure.status))
+            self.begin(StreamPart(number, error=failure.error, error_status=failure.status))
         else:
             self._streams[number] = stream
-            self.send(StreamPart(number, is_accepted=True))
+            self.begin(StreamPart(number, is_accepted=True))
 
 
 class LinkedStream:
@@ -220,7 +242,9 @@ class LinkedStream:
         if self._is_first:
             self._is_first = False
             self._session.metrics.observe_first_token(time.monotonic() - self._started_s)
-        self._session.send(self._part(output))
+            self._session.begin(self._part(output))
+        else:
+            self._session.send(self._part(output))
         if output.is_last:
             self._outcome = output.finish_reason or self._outcome
             self.has_ended = True

@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.serving.errors import ServiceStartError
+from engine.serving.http_protocol import HttpProtocol
 from engine.serving.service_token import ServiceTokenCheck
 from engine.serving.settings import EngineServiceSettings
 from engine.serving.supervisor import EngineSupervisor
@@ -40,6 +41,7 @@ def run_service(
         listener = bind_listener(settings.host, settings.port)
         uvicorn_config = uvicorn.Config(
             app,
+            http=HttpProtocol,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=LAST_WORDS_S,

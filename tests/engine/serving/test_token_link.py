@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from completion_service.app import create_app
+from completion_service.app import create_app, engine_request
+from completion_service.token_link import LinkSession
 from engine.ipc import Abort, AddRequest
 from engine.serving.engine_link import EngineLink
+from engine.serving.metrics import ServiceMetrics
 from engine.serving.service_token import ServiceTokenCheck
 from engine.serving.settings import EngineServiceSettings
 from engine.serving.supervisor import EngineSupervisor
@@ -26,7 +28,7 @@ from tests.proxy.builders import until
 from tests.proxy.mock_engines import serving
 from wire.sampling import SamplingParams
 from wire.services import CompletionRequest
-from wire.token_link import FrameSplitter, FrameTooLong, StreamPart, decode_to_proxy, frame
+from wire.token_link import FrameSplitter, FrameTooLong, StreamPart, decode_to_proxy, frame, open_stream_frame
 
 
 @dataclass
@@ -178,6 +180,60 @@ async def test_a_draining_service_closes_the_link_once_its_streams_have_ended(
         assert await token_ids(leg) == [10]
         (only,) = running.links._links.values()
         await until(lambda: only.is_closed)
+
+
+async def test_a_draining_service_closes_the_link_behind_the_last_frame_of_many(
+    monkeypatch: pytest.MonkeyPatch, link_and_engine: tuple[EngineLink, ScriptedEngine]
+) -> None:
+    monkeypatch.setattr("completion_service.token_link.MAX_FRAME_PARTS", 1)
+    link, engine = link_and_engine
+    async with service(link) as running:
+        leg = await running.open("a")
+        await leg.accepted(5.0)
+        running.supervisor.drain(30.0)
+        await engine.command()
+        await engine.send_outputs(*(token_output("a", index, is_last=index == 3) for index in range(4)))
+        assert await token_ids(leg) == [10, 11, 12, 13]
+
+
+async def test_what_begins_a_stream_is_in_the_next_frame_whatever_waits_of_others(
+    monkeypatch: pytest.MonkeyPatch, link_and_engine: tuple[EngineLink, ScriptedEngine]
+) -> None:
+    """Nobody reads these two streams' frames: the test takes them as the connection would."""
+    monkeypatch.setattr("completion_service.token_link.MAX_FRAME_PARTS", 3)
+    link, engine = link_and_engine
+    supervisor = EngineSupervisor(EngineServiceSettings(), "normal")
+
+    def check(request: CompletionRequest) -> tuple[EngineLink, AddRequest]:
+        return link, engine_request(request)
+
+    metrics = ServiceMetrics("normal", supervisor)
+    session = LinkSession(check, metrics, with_cached_tokens=False)
+
+    async def opened(number: int) -> None:
+        sampling = SamplingParams(max_tokens=9)
+        request = CompletionRequest(request_id=str(number), prompt_token_ids=(1,), sampling=sampling)
+        (data,) = FrameSplitter().push(open_stream_frame(number, request))
+        session.take(data)
+        assert isinstance(await engine.command(), AddRequest)
+
+    await opened(1)
+    await engine.send_outputs(*(token_output("1", index) for index in range(6)))
+    await until(lambda: len(session._pending) == 5)
+    await opened(2)
+    await engine.send_outputs(*(token_output("2", index) for index in range(2)))
+    await until(lambda: len(session._pending) == 6)
+    frames = [
+        [(part.stream, part.is_accepted, part.token_ids) for part in await session.next_parts()]
+        for _ in range(4)
+    ]
+    assert frames == [
+        [(1, True, ()), (1, False, (10,)), (2, True, ()), (2, False, (10,))],
+        [(1, False, (11,)), (1, False, (12,)), (1, False, (13,))],
+        [(1, False, (14,)), (1, False, (15,)), (2, False, (11,))],
+        [],
+    ]
+    session.close()
 
 
 async def test_a_service_that_drains_says_so_over_its_links_at_once(
