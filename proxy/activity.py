@@ -5,8 +5,7 @@ Nothing in here has text of a prompt or an answer.
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,21 +81,19 @@ class Activity:
         self._ended: OrderedDict[str, Trace] = OrderedDict()
 
     def trace(self, request_id: str, route: HasEngines, started_s: float) -> Trace:
-        urls = tuple(engine.url for engine in route.engines)
+        urls = tuple([engine.url for engine in route.engines])
         return Trace(request_id, urls, isinstance(route, Pair), started_s)
 
-    @contextmanager
-    def running(self, trace: Trace) -> Iterator[None]:
-        """The prompt is with the engines while this is open."""
+    def begin(self, trace: Trace) -> None:
+        """The prompt is with the engines from now on, until `end`."""
         self._open[id(trace)] = trace
-        try:
-            yield
-        finally:
-            del self._open[id(trace)]
-            trace.ended_s = self._clock()
-            self._ended[trace.request_id] = trace
-            while len(self._ended) > NUM_TRACES:
-                self._ended.popitem(last=False)
+
+    def end(self, trace: Trace) -> None:
+        del self._open[id(trace)]
+        trace.ended_s = self._clock()
+        self._ended[trace.request_id] = trace
+        if len(self._ended) > NUM_TRACES:
+            self._ended.popitem(last=False)
 
     def find(self, request_id: str) -> Trace | None:
         open_trace = next((t for t in self._open.values() if t.request_id == request_id), None)

@@ -12,7 +12,6 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Self
 
 from proxy.errors import Overloaded
 
@@ -93,19 +92,16 @@ class Admission:
         ahead = sum(other.num_tokens for other in self._waiting if -other.rank[0] >= priority)
         return self._rate.seconds_for(self._num_under_way + ahead + num_tokens)
 
-    def admitted(self, num_tokens: int, priority: int) -> "Admitted":
-        """A context that is entered when the request may begin; raises `Overloaded`. Leaving it ends it."""
-        return Admitted(self, num_tokens, priority)
-
-    async def enter(self, num_tokens: int, priority: int) -> bool:
-        """Returns when the request may begin, and whether it had to wait."""
+    def enter(self, num_tokens: int, priority: int) -> "Admitted":
+        """A request that has begun, or waits for its turn; raises `Overloaded`. Its `end` is to be called."""
         self._refuse_if_hopeless(num_tokens, priority)
-        has_waited = bool(self._waiting) or not self._has_room(num_tokens)
-        if has_waited:
-            await self._wait(num_tokens, priority)
-        else:
+        if not self._waiting and self._has_room(num_tokens):
             self._begin(num_tokens)
-        return has_waited
+            return Admitted(self, num_tokens, None)
+        may_begin = asyncio.get_running_loop().create_future()
+        waiting = _Waiting((-priority, next(self._numbers)), num_tokens, may_begin)
+        heapq.heappush(self._waiting, waiting)
+        return Admitted(self, num_tokens, waiting)
 
     def check_invariants(self) -> None:
         """Once nothing is open, nothing waits and nothing is under way."""
@@ -116,7 +112,15 @@ class Admission:
         """A request's first token is there, or it has ended."""
         self._num_under_way -= num_tokens
         self._rate.end(self._clock(), num_tokens if is_computed else 0)
-        self._let_in()
+        if self._waiting:
+            self._let_in()
+
+    def give_up(self, waiting: _Waiting) -> None:
+        """It waits no more."""
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+            heapq.heapify(self._waiting)
+            self._let_in()
 
     def _refuse_if_hopeless(self, num_tokens: int, priority: int) -> None:
         limits = self._limits
@@ -139,21 +143,6 @@ class Admission:
         limit = self._limits.max_tokens_under_way
         return limit is None or not self._num_under_way or self._num_under_way + num_tokens <= limit
 
-    async def _wait(self, num_tokens: int, priority: int) -> None:
-        may_begin = asyncio.get_running_loop().create_future()
-        waiting = _Waiting((-priority, next(self._numbers)), num_tokens, may_begin)
-        heapq.heappush(self._waiting, waiting)
-        try:
-            await may_begin
-        except asyncio.CancelledError:
-            if may_begin.done() and not may_begin.cancelled():
-                self.leave(num_tokens, is_computed=False)
-            else:
-                self._waiting.remove(waiting)
-                heapq.heapify(self._waiting)
-                self._let_in()
-            raise
-
     def _begin(self, num_tokens: int) -> None:
         self._num_under_way += num_tokens
         self._rate.begin(self._clock())
@@ -161,29 +150,37 @@ class Admission:
     def _let_in(self) -> None:
         while self._waiting and self._has_room(self._waiting[0].num_tokens):
             first = heapq.heappop(self._waiting)
-            self._begin(first.num_tokens)
-            first.may_begin.set_result(None)
+            if not first.may_begin.cancelled():  # or it is about to leave the queue itself
+                self._begin(first.num_tokens)
+                first.may_begin.set_result(None)
 
 
 class Admitted:
-    """One request that has begun, once the context is entered."""
+    """One request that has begun, or that waits until it may."""
 
-    def __init__(self, admission: Admission, num_tokens: int, priority: int) -> None:
+    def __init__(self, admission: Admission, num_tokens: int, waiting: _Waiting | None) -> None:
+        """`waiting`: its place in the queue; None where it has begun at once."""
         self._admission = admission
         self._num_tokens = num_tokens
-        self._priority = priority
+        self._waiting = waiting
         self._is_over = False
-        self.has_waited = False
 
-    async def __aenter__(self) -> Self:
-        self.has_waited = await self._admission.enter(self._num_tokens, self._priority)
-        return self
+    @property
+    def has_waited(self) -> bool:
+        return self._waiting is not None
 
-    async def __aexit__(self, *failure: object) -> None:
-        self.end(is_computed=False)
+    async def turn(self) -> None:
+        """Return when it may begin."""
+        if self._waiting is not None:
+            await self._waiting.may_begin
 
     def end(self, *, is_computed: bool) -> None:
         """The first token is there, or none will come; only the first call counts."""
-        if not self._is_over:
-            self._is_over = True
+        if self._is_over:
+            return
+        self._is_over = True
+        waiting = self._waiting
+        if waiting is not None and (waiting.may_begin.cancelled() or not waiting.may_begin.done()):
+            self._admission.give_up(waiting)
+        else:
             self._admission.leave(self._num_tokens, is_computed=is_computed)

@@ -59,7 +59,7 @@ class ChoiceClock:
         if self._is_first or self._trace.is_to_arrive:
             self._trace.token(now_s, is_first_of_choice=self._is_first)
         if self._is_first:
-            self._metrics.time_to_first_token_of(self._endpoint).observe(elapsed_s)
+            self._metrics.time_to_first_token.of(self._endpoint).observe(elapsed_s)
             self._activity.first_token(elapsed_s, now_s)
             self._is_first = False
             self._on_first()

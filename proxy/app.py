@@ -32,6 +32,7 @@ from proxy.key_limits import KeyGate, KeyLimits, KeyUse
 from proxy.legs import EngineCalls, LegTimeouts
 from proxy.loads import EngineLoads
 from proxy.metrics import ProxyMetrics
+from proxy.migration import MigrationLimits
 from proxy.openai_responses import model_list, model_object
 from proxy.openapi import openapi_document
 from proxy.operation_routes import add_operations, json_response
@@ -180,6 +181,7 @@ def _services(
         metrics=metrics,
         activity=activity,
         departures=Departures(routes),
+        migration_limits=MigrationLimits(settings.max_migrations, settings.migration_wait_s),
         draining=Draining(),
         peers=Peers(settings.worker_directory, settings.worker_number),
     )

@@ -1,16 +1,17 @@
 """The client's side of one exchange: its body, its answer, and the moment it leaves."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from proxy.asgi import Receive, Scope, Send
 from proxy.errors import BodyTooLarge, BodyTooSlow, ProxyError, WrongKey
 from proxy.event_writer import EventWriter
-from proxy.http_protocol import ABORT, ON_LEFT, OUTLET, WRITE
+from proxy.http_protocol import EXCHANGE, Exchange
 from proxy.native.loading import Outlet
 from wire.json_body import to_json
 
+_JSON = {"content-type": "application/json"}
+_EVENTS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 LINGER_S = 2.0
 """How long the rest of a refused body is read and dropped, so that the client gets to read its 413."""
 
@@ -33,11 +34,11 @@ class Client:
         self._writer: EventWriter | None = None
         self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when a stream's client is given up because it does not read."""
-        extensions = scope.get("extensions", {})
-        self._abort = extensions.get(ABORT)
-        self._write = extensions.get(WRITE)
-        self._make_outlet = extensions.get(OUTLET)
-        self._on_left = extensions.get(ON_LEFT)
+        self._exchange: Exchange | None = scope.get("extensions", {}).get(EXCHANGE)
+        """None behind servers of others."""
+        self._gone: Callable[[ClientGone], None] | None = None
+        self._forget: Callable[[], None] | None = None
+        self._waiting: asyncio.Task[None] | None = None
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self._has_head = False
         self.headers: dict[str, str] = {}
@@ -48,14 +49,18 @@ class Client:
         """A status line is out, or on its way."""
         return self._has_head or self._writer is not None
 
-    def header(self, name: str) -> str | None:
-        value = self._headers.get(name.lower().encode())
+    def header(self, name: bytes) -> str | None:
+        """`name` in small letters."""
+        value = self._headers.get(name)
         return None if value is None else value.decode("latin-1")
 
     async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
         """The whole body; `BodyTooLarge` as soon as it is known to be longer than `max_bytes`."""
         if int(self._headers.get(b"content-length", b"0")) > max_bytes:
             raise _too_large(max_bytes)
+        body = None if self._exchange is None else self._exchange.whole_body()
+        if body is not None and len(body) <= max_bytes:
+            return body
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._read_up_to(max_bytes)
@@ -74,38 +79,37 @@ class Client:
             if not message.get("more_body", False):
                 return bytes(body)
 
-    @contextmanager
-    def watched(self, gone: Callable[[ClientGone], None]) -> Iterator[None]:
+    def watch(self, gone: Callable[[ClientGone], None]) -> None:
         """`gone` is called when the client leaves, or is given up; the body must have been read."""
-
-        def left(_: object = None) -> None:
-            if self._writer is None or not self._writer.has_sent_all:
-                gone(ClientGone())
-
-        waiting, forget = None, None
-        if self._on_left is not None:
-            forget = self._on_left(left)
+        self._gone = gone
+        if self._exchange is not None:
+            self._forget = self._exchange.on_left(self._has_left)
         else:
-            waiting = asyncio.create_task(self._wait_until_left(left))
-        self.gave_up.add_done_callback(left)
-        try:
-            yield
-        finally:
-            self.gave_up.remove_done_callback(left)
-            if forget is not None:
-                forget()
-            if waiting is not None:
-                waiting.cancel()
+            self._waiting = asyncio.create_task(self._wait_until_left())
+        self.gave_up.add_done_callback(self._has_left)
 
-    async def _wait_until_left(self, left: Callable[[], None]) -> None:
+    def unwatch(self) -> None:
+        self.gave_up.remove_done_callback(self._has_left)
+        if self._forget is not None:
+            self._forget()
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._gone = None
+
+    def _has_left(self, _: object = None) -> None:
+        if self._gone is not None and (self._writer is None or not self._writer.has_sent_all):
+            self._gone(ClientGone())
+
+    async def _wait_until_left(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        left()
+        self._has_left()
 
     async def send_json(self, status: int, content: bytes) -> None:
-        await self._send_head(
-            status, {"content-type": "application/json", "content-length": str(len(content))}
-        )
+        if self._exchange is not None and self._exchange.respond(status, self._lines(_JSON), content):
+            self._has_head = True
+            return
+        await self._send_head(status, {**_JSON, "content-length": str(len(content))})
         await self._send({"type": "http.response.body", "body": content})
 
     async def send_error(self, error: ProxyError) -> None:
@@ -116,9 +120,7 @@ class Client:
             await self.send_json(error.status, content)
             return
         self.headers["connection"] = "close"
-        await self._send_head(
-            error.status, {"content-type": "application/json", "content-length": str(len(content))}
-        )
+        await self._send_head(error.status, {**_JSON, "content-length": str(len(content))})
         await self._send({"type": "http.response.body", "body": content, "more_body": True})
         await self._drop_body()
         await self._send({"type": "http.response.body", "body": b""})
@@ -131,7 +133,7 @@ class Client:
                 self.gave_up,
                 max_backlog_bytes=self._max_backlog_bytes,
                 stall_timeout_s=self._stall_timeout_s,
-                **({} if self._write is None else {"write": self._write}),
+                **({} if self._exchange is None else {"write": self._exchange.write}),
             )
         self._writer.put(events)
 
@@ -139,10 +141,10 @@ class Client:
         """Whether events may be written by others from now on, and where; None: by `send_events` alone."""
         if self._writer is None or not self._has_head:
             return False, None
-        if self._make_outlet is None:
+        if self._exchange is None:
             return True, None
         if self._writer.outlet is None:
-            outlet = self._make_outlet()
+            outlet = self._exchange.make_outlet()
             if outlet is None:
                 return False, None
             self._writer.share(outlet)
@@ -158,15 +160,18 @@ class Client:
         """Send nothing more; a client that was given up loses its connection, whatever it has not read."""
         if self._writer is not None:
             await self._writer.close()
-        if self.gave_up.done() and self._abort is not None:
-            self._abort()
+        if self.gave_up.done() and self._exchange is not None:
+            self._exchange.abort()
 
     async def _send_part(self, data: bytes, is_last: bool) -> None:
         if not self._has_head:
-            await self._send_head(
-                200,
-                {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"},
-            )
+            if self._exchange is not None and self._exchange.begin(self._lines(_EVENTS), data):
+                self._has_head = True
+                if not is_last:
+                    return
+                data = b""
+            else:
+                await self._send_head(200, _EVENTS)
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _send_head(self, status: int, headers: Mapping[str, str]) -> None:
@@ -176,6 +181,13 @@ class Client:
             (name.encode(), value.encode("latin-1")) for name, value in {**self.headers, **headers}.items()
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    def _lines(self, headers: Mapping[str, str]) -> bytes:
+        """Headers of the answer, with its own, as they are sent."""
+        lines = [f"{name}: {value}\r\n" for name, value in (*self.headers.items(), *headers.items())]
+        text = "".join(lines)
+        assert text.count("\n") == text.count("\r") == len(lines), text
+        return text.encode("latin-1")
 
     async def _drop_body(self) -> None:
         try:

@@ -12,8 +12,7 @@ before it. Where nobody else can take it a stream stays, until somebody can, or 
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from proxy.engines import Engine, EngineStart
@@ -67,19 +66,17 @@ class Departures:
         self._fleet = fleet
         self._staying: defaultdict[EngineStart, set[Staying]] = defaultdict(set)
 
-    @contextmanager
-    def staying(self, engine: Engine, choices: Sequence[Staying]) -> Iterator[None]:
-        """These choices are decoded by this engine while the context lasts."""
-        here = self._staying[engine.start]
+    def arrive(self, engine: Engine, choices: Sequence[Staying]) -> None:
+        """These choices are decoded by this engine, until they `depart`."""
         for choice in choices:
             choice.stay()
-        here.update(choices)
-        try:
-            yield
-        finally:
-            here.difference_update(choices)
-            if not here:
-                del self._staying[engine.start]
+        self._staying[engine.start].update(choices)
+
+    def depart(self, engine: Engine, choices: Sequence[Staying]) -> None:
+        here = self._staying[engine.start]
+        here.difference_update(choices)
+        if not here:
+            del self._staying[engine.start]
 
     async def run(self) -> None:
         while True:

@@ -112,7 +112,8 @@ class ByteLevelDetokenizer:
     def __init__(self, vocabulary: Vocabulary, hidden_ids: frozenset[int]) -> None:
         self._vocabulary = vocabulary
         self._hidden_ids = hidden_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None
+        """Most texts are of tokens that are whole characters, and need none."""
         self._is_between = True
         """The decoder holds no part of a character."""
 
@@ -123,21 +124,28 @@ class ByteLevelDetokenizer:
             text = self._vocabulary.whole_text(token_id)
             if text is not None:
                 return text
-        text = self._decoder.decode(self._vocabulary.token_bytes(token_id))
-        self._is_between = not self._decoder.getstate()[0]
+        decoder = self._used_decoder()
+        text = decoder.decode(self._vocabulary.token_bytes(token_id))
+        self._is_between = not decoder.getstate()[0]
         return text
 
     def flush(self) -> str:
         self._is_between = True
-        return self._decoder.decode(b"", final=True)
+        return "" if self._decoder is None else self._decoder.decode(b"", final=True)
 
     def words(self) -> Words | None:
         is_usual = self._is_between and self._hidden_ids is self._vocabulary.special_ids
         return self._vocabulary.words() if is_usual else None
 
     def resume(self, pending: bytes) -> None:
-        self._decoder.setstate((pending, 0))
         self._is_between = not pending
+        if pending or self._decoder is not None:
+            self._used_decoder().setstate((pending, 0))
+
+    def _used_decoder(self) -> codecs.IncrementalDecoder:
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return self._decoder
 
 
 class WindowDetokenizer:

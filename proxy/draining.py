@@ -1,42 +1,41 @@
 """Ends the proxy politely: no new requests, running ones finish within a grace, then the server stops."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import count
 
 from proxy.asgi import ASGIApp, Message, Receive, Scope, Send
 from proxy.errors import NotServing
+from proxy.http_protocol import Headers, ServesDirectly
 
 CLOSE = (b"connection", b"close")
 
 
 class Draining:
-    """Counts open requests and knows whether new ones are taken."""
+    """Knows the open requests, and whether new ones are taken."""
 
     def __init__(self) -> None:
         self._open: dict[int, Callable[[NotServing], None]] = {}
         """How to end each open request."""
         self._numbers = count()
         self._idle = asyncio.Event()
-        self._idle.set()
+        """Set by the last request that ends while this proxy drains."""
         self._begun = asyncio.Event()
+        self.has_begun = False
         self.is_expired = False
-
-    @property
-    def has_begun(self) -> bool:
-        return self._begun.is_set()
 
     @property
     def num_open_requests(self) -> int:
         return len(self._open)
 
     def begin(self) -> None:
+        self.has_begun = True
         self._begun.set()
+        if not self._open:
+            self._idle.set()
 
-    @contextmanager
-    def admit(self, cut: Callable[[NotServing], None]) -> Iterator[None]:
-        """Count an open request; raises `NotServing` once draining has begun.
+    def enter(self, cut: Callable[[NotServing], None]) -> int:
+        """Count an open request, until it leaves with this number; `NotServing` once draining has begun.
 
         `cut` is called where the request outlives the grace.
         """
@@ -44,13 +43,12 @@ class Draining:
             raise NotServing("this proxy is shutting down", code="shutting_down")
         number = next(self._numbers)
         self._open[number] = cut
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            del self._open[number]
-            if not self._open:
-                self._idle.set()
+        return number
+
+    def leave(self, number: int) -> None:
+        del self._open[number]
+        if self.has_begun and not self._open:
+            self._idle.set()
 
     async def finish(self, grace_s: float) -> None:
         """Wait for the signal, then for open requests; those that outlive the grace are cut with an error."""
@@ -69,7 +67,7 @@ class Draining:
             await self._idle.wait()
 
 
-class ClosingConnections:
+class ClosingConnections(ServesDirectly):
     """ASGI app around another: while it drains, each answer is the last on its connection.
 
     A client that keeps its connections would come to this proxy again and again, and be refused.
@@ -78,6 +76,12 @@ class ClosingConnections:
     def __init__(self, app: ASGIApp, draining: Draining) -> None:
         self._app = app
         self._draining = draining
+        self._direct = app if isinstance(app, ServesDirectly) else None
+
+    def direct_endpoint(self, path: bytes, headers: Headers) -> ASGIApp | None:
+        if self._direct is None or self._draining.has_begun:
+            return None
+        return self._direct.direct_endpoint(path, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._draining.has_begun:

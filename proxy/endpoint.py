@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import math
-import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import Any
+
+import msgspec
 
 from proxy.activity import Activity, Trace
 from proxy.admission import Admission, Admitted
@@ -45,32 +46,23 @@ from proxy.settings import ProxySettings
 from proxy.single_legs import CompletionLeg, PromptLeg, SingleLeg, run_completion_leg, run_prompt_leg
 from proxy.text_model import TextModel
 from proxy.text_stream import TextStream
+from proxy.unguessable import new_id
 from proxy.workers.peers import Peers
 from settings.secret_keys import SecretKeys, bearer_token
 
 logger = logging.getLogger(__name__)
 
 
-ROUTING_KEY_HEADER = "x-tandem-routing-key"
+ROUTING_KEY_HEADER = b"x-tandem-routing-key"
 """Requests with the same value are served together where engines run the waiting policy `routing-key`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptChoices:
+class PromptChoices(msgspec.Struct, frozen=True):
     """One prompt of a request and the choices that are generated for it."""
 
     prompt: PreparedPrompt
     trace: Trace
     choices: Sequence[Choice]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt.prompt_token_ids)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """The prompt is computed once, so its cached tokens count once."""
-        return max(choice.num_cached_tokens for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +82,7 @@ class ProxyServices:
     metrics: ProxyMetrics
     activity: Activity
     departures: Departures
+    migration_limits: MigrationLimits
     draining: Draining
     peers: Peers
     """The other workers of this proxy."""
@@ -113,7 +106,7 @@ class GenerationEndpoint:
             stall_timeout_s=settings.client_stall_timeout_s,
             max_backlog_bytes=settings.client_backlog_bytes,
         )
-        request_id = secrets.token_hex(16)
+        request_id = new_id()
         given_id = client_request_id(scope["headers"])
         client.headers["x-request-id"] = request_id if given_id is None else given_id.decode()
         await _Exchange(self._api, self._services, client, request_id, self._key(scope)).run()
@@ -169,22 +162,26 @@ class _Exchange:
             await self._send_failure(ProxyError("the proxy failed to serve this request", code="internal"))
         finally:
             await self._client.close()
-        services.metrics.requests_of(self._api.path, status).inc()
+        services.metrics.requests.labels(self._api.path, status).value += 1
         if logger.isEnabledFor(logging.INFO):
             self._log(status)
 
     async def _serve_until_interrupted(self, body: bytes) -> None:
         """Watches the connection from the first moment on: an engine can be silent for seconds."""
         request, timeout_s = self._api.parse(body), self._timeout_s()
+        draining, client = self._services.draining, self._client
         with Interruption() as self._work:
-            work = self._work
-            timer = None if timeout_s is None else self._interrupt_after(timeout_s, work)
+            cut = self._work.interrupt
+            number = draining.enter(cut)
+            timer = None if timeout_s is None else self._interrupt_after(timeout_s, self._work)
+            client.watch(cut)
             try:
-                with self._client.watched(work.interrupt), self._services.draining.admit(work.interrupt):
-                    await self._serve(request)
+                await self._serve(request)
             finally:
+                client.unwatch()
                 if timer is not None:
                     timer.cancel()
+                draining.leave(number)
 
     def _interrupt_after(self, timeout_s: float, work: Interruption) -> asyncio.TimerHandle:
         error = RequestTimeout(f"the answer was not complete within {timeout_s:g} s")
@@ -192,7 +189,8 @@ class _Exchange:
 
     def _timeout_s(self) -> float | None:
         """The server's limit, or the client's if it is shorter."""
-        limit_s, given = self._services.settings.request_timeout_s, self._client.header("x-request-timeout-s")
+        limit_s = self._services.settings.request_timeout_s
+        given = self._client.header(b"x-request-timeout-s")
         if given is None:
             return limit_s
         try:
@@ -205,29 +203,38 @@ class _Exchange:
 
     async def _serve(self, request: ChatRequest | TextRequest) -> None:
         services = self._services
-        kind = "true" if request.stream else "false"
-        with (
-            services.metrics.open_requests_of(kind).track_inprogress(),
-            services.key_use.open(self._key),
-        ):
-            self._priority = request.priority or 0
-            self._session = self._client.header("x-session-id") or request.prompt_cache_key
-            prepared = await services.preparation.prepare(request, self._session)
-            self._record_routes(prepared)
-            answer = self._answer = self._api.answer(request, self._answer_context())
-            self._prompts = self._with_choices(request, prepared, answer)
-            num_tokens = sum(prompt.num_prompt_tokens for prompt in self._prompts)
-            async with services.admission.admitted(num_tokens, self._priority) as self._admitted:
-                try:
-                    await self._run_prompts()
-                except EngineFailure as failure:
-                    raise in_client_terms(failure, request) from failure
-            self._client.headers["x-tandem-migrations"] = str(self._num_migrations)
-            usage = self._usage()
-            services.metrics.count_tokens(
-                usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens
-            )
-            await answer.finish(usage)
+        num_open = services.metrics.open_requests.labels("true" if request.stream else "false")
+        num_open.value += 1
+        try:
+            with services.key_use.open(self._key):
+                await self._answer_request(request)
+        finally:
+            num_open.value -= 1
+
+    async def _answer_request(self, request: ChatRequest | TextRequest) -> None:
+        services = self._services
+        self._priority = request.priority or 0
+        self._session = self._client.header(b"x-session-id") or request.prompt_cache_key
+        prepared = await services.preparation.prepare(request, self._session)
+        self._record_routes(prepared)
+        answer = self._answer = self._api.answer(request, self._answer_context())
+        self._prompts = self._with_choices(request, prepared, answer)
+        num_tokens = sum([len(prompt.prompt_token_ids) for prompt in prepared])
+        admitted = self._admitted = services.admission.enter(num_tokens, self._priority)
+        try:
+            if admitted.has_waited:
+                await admitted.turn()
+            await self._run_prompts()
+        except EngineFailure as failure:
+            raise in_client_terms(failure, request) from failure
+        finally:
+            admitted.end(is_computed=False)
+        self._client.headers["x-tandem-migrations"] = str(self._num_migrations)
+        usage = self._usage()
+        services.metrics.count_tokens(
+            usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens
+        )
+        await answer.finish(usage)
 
     @property
     def _choices(self) -> Iterator[Choice]:
@@ -237,7 +244,7 @@ class _Exchange:
         """A fallback to an engine that serves alone must be visible to operators and clients."""
         kinds = [kind_of(prompt.route) for prompt in prepared]
         for kind in kinds:
-            self._services.metrics.routes_of(kind).inc()
+            self._services.metrics.routes.labels(kind).value += 1
         self._client.headers["x-tandem-route"] = ",".join(sorted(set(kinds)))
 
     def _answer_context(self) -> AnswerContext:
@@ -291,11 +298,12 @@ class _Exchange:
         out = answer.choice_output(index)
         return Choice(text, prompt.form.parser(), clock, out, model.vocabulary, prompt.echo)
 
-    async def _run_prompts(self) -> None:
-        """All prompts at once; the first one that fails ends the others."""
-        if len(self._prompts) == 1:
-            await self._run_one(0, self._prompts[0])
-            return
+    def _run_prompts(self) -> Coroutine[None, None, None]:
+        """All prompts at once."""
+        return self._run_one(0, self._prompts[0]) if len(self._prompts) == 1 else self._run_several()
+
+    async def _run_several(self) -> None:
+        """The first one that fails ends the others."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index, prompt in enumerate(self._prompts):
@@ -307,7 +315,7 @@ class _Exchange:
         prompt = to_run.prompt
         work = PromptWork(
             request_id=f"{self._request_id}-{index}",
-            handover_id=new_handover_id(),
+            handover_id=new_id(),
             prompt_index=index,
             prompt_token_ids=prompt.prompt_token_ids,
             sampling=prompt.sampling,
@@ -317,11 +325,15 @@ class _Exchange:
             routing_key=self._client.header(ROUTING_KEY_HEADER) or "",
             session=self._session,
         )
-        with self._services.activity.running(to_run.trace):
+        activity = self._services.activity
+        activity.begin(to_run.trace)
+        try:
             if isinstance(prompt.route, PromptLeg | CompletionLeg):
                 await self._run_leg(prompt.route, work, to_run.choices)
             else:
                 await self._run_route(prompt.route, work, to_run.choices)
+        finally:
+            activity.end(to_run.trace)
 
     async def _run_leg(self, leg: SingleLeg, work: PromptWork, choices: Sequence[Choice]) -> None:
         calls = self._services.calls
@@ -337,8 +349,9 @@ class _Exchange:
 
     async def _run_route(self, route: Route, work: PromptWork, choices: Sequence[Choice]) -> None:
         services = self._services
-        limits = MigrationLimits(services.settings.max_migrations, services.settings.migration_wait_s)
-        run = PromptRun(services.calls, services.routes, limits, self, services.departures, new_handover_id)
+        run = PromptRun(
+            services.calls, services.routes, services.migration_limits, self, services.departures, new_id
+        )
         has_waited = self._admitted is not None and self._admitted.has_waited
         if has_waited or not services.routes.is_current(route):
             route = services.routes.any(work) or route  # much may have changed since it was chosen
@@ -365,12 +378,15 @@ class _Exchange:
         self._services.routes.leg_failed(failure, route)
 
     def _usage(self) -> Usage:
-        return Usage(
-            num_prompt_tokens=sum(prompt.num_prompt_tokens for prompt in self._prompts),
-            num_completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            num_cached_tokens=sum(prompt.num_cached_tokens for prompt in self._prompts),
-            num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
-        )
+        num_prompt = num_cached = num_completion = num_reasoning = 0
+        for prompt in self._prompts:
+            num_prompt += len(prompt.prompt.prompt_token_ids)
+            # The prompt is computed once, so its cached tokens count once.
+            num_cached += max([choice.num_cached_tokens for choice in prompt.choices])
+            for choice in prompt.choices:
+                num_completion += choice.num_tokens
+                num_reasoning += choice.num_reasoning_tokens
+        return Usage(num_prompt, num_completion, num_cached, num_reasoning)
 
     def _stage(self) -> str:
         """What the client was waiting for."""
@@ -395,13 +411,8 @@ class _Exchange:
             self._request_id,
             self._api.path,
             status,
-            sum(prompt.num_prompt_tokens for prompt in self._prompts),
+            sum(len(prompt.prompt.prompt_token_ids) for prompt in self._prompts),
             sum(choice.num_tokens for choice in self._choices),
             self._num_migrations,
             time.monotonic() - self._started_s,
         )
-
-
-def new_handover_id() -> str:
-    """Nobody can guess it."""
-    return secrets.token_hex(16)

@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from proxy.engines import Engine
 from proxy.errors import EngineTooSlow
@@ -17,6 +17,8 @@ class EngineWaits:
 
     def __init__(self) -> None:
         self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
+        self._futures: dict[asyncio.Future[Any], tuple[Engine, float | None]] = {}
+        """Waits for a future need no time-out of their own: it can be told itself."""
 
     def on(self, engine: Engine, timeout_s: float | None) -> "EngineWait":
         """A context that raises `TimeoutError` after `timeout_s`, or as soon as the engine is given up."""
@@ -39,8 +41,27 @@ class EngineWaits:
         except TimeoutError:
             raise too_slow(engine, timeout_s) from None
 
+    async def for_future(
+        self, timeout_s: float | None, engine: Engine, awaited: "asyncio.Future[ResultT]"
+    ) -> ResultT:
+        """As `within`, for a future that nobody else waits for."""
+        self._futures[awaited] = engine, timeout_s
+        timer = None if timeout_s is None else awaited.get_loop().call_later(timeout_s, self._end, awaited)
+        try:
+            return await awaited
+        finally:
+            del self._futures[awaited]
+            if timer is not None:
+                timer.cancel()
+
+    def _end(self, awaited: "asyncio.Future[Any]") -> None:
+        if not awaited.done():
+            awaited.set_exception(too_slow(*self._futures[awaited]))
+
     def give_up(self, engine: Engine) -> None:
         """The engine answers nothing any more: whoever waits for it has waited long enough."""
+        for awaited in [one for one, (of, _) in self._futures.items() if of.url == engine.url]:
+            self._end(awaited)
         now_s = asyncio.get_running_loop().time()
         for wait in self._waits.get(engine.url, ()):
             if not wait.expired():
@@ -48,7 +69,7 @@ class EngineWaits:
 
     @property
     def num_waits(self) -> int:
-        return sum(map(len, self._waits.values()))
+        return len(self._futures) + sum(map(len, self._waits.values()))
 
 
 class EngineWait:

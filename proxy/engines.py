@@ -11,7 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, get_args
 
 import httpx
 import msgspec
@@ -37,7 +38,7 @@ class EngineStart(NamedTuple):
     epoch: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Engine:
     """What is known of one engine."""
 
@@ -54,30 +55,51 @@ class Engine:
     leaves_at_s: float | None = None
     """Its service drains, and cuts what is still open then (monotonic clock)."""
 
-    @property
+    @cached_property
     def is_routable(self) -> bool:
         return self.is_ready and self.info is not None and not self.is_ejected and not self.is_unlisted
 
-    @property
+    @cached_property
     def start(self) -> EngineStart:
         """Differs after a restart."""
         return EngineStart(self.url, None if self.info is None else self.info.epoch)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class FleetSnapshot:
-    """All engines at one moment; what pairing decides on."""
+    """All engines at one moment; what pairing decides on.
+
+    While nothing changes all requests see the same one: what follows from it is worked out once.
+    """
 
     engines: tuple[Engine, ...] = ()
 
     def routable(self, role: EngineRole) -> tuple[Engine, ...]:
-        return tuple(engine for engine in self.engines if engine.role == role and engine.is_routable)
+        return self._routable[role]
+
+    @cached_property
+    def _routable(self) -> Mapping[EngineRole, tuple[Engine, ...]]:
+        usable = [engine for engine in self.engines if engine.is_routable]
+        return {role: tuple(e for e in usable if e.role == role) for role in get_args(EngineRole)}
+
+    @cached_property
+    def shortest_model_len(self) -> int | None:
+        """The tokens that every engine takes; None where one has not said how many."""
+        lengths = [0 if engine.info is None else engine.info.max_model_len for engine in self.engines]
+        return min(lengths, default=0) or None
+
+    @cached_property
+    def smallest_block(self) -> int:
+        """Shorter prompts have no whole block at any engine."""
+        return min((e.info.block_size for e in self.engines if e.info is not None), default=0)
 
     def without(self, starts: Collection[EngineStart]) -> "FleetSnapshot":
         return FleetSnapshot(tuple(engine for engine in self.engines if engine.start not in starts))
 
     def taking(self, num_tokens: int) -> "FleetSnapshot":
         """The engines that take a prompt and its completion of so many tokens together."""
+        if self.shortest_model_len is not None and num_tokens <= self.shortest_model_len:
+            return self
         return FleetSnapshot(
             tuple(e for e in self.engines if e.info is not None and e.info.max_model_len >= num_tokens)
         )
@@ -134,18 +156,27 @@ class EngineDirectory:
         self._watched: dict[tuple[EngineRole, str], _Watched] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
+        self._seen: FleetSnapshot | None = None
+        """What all see until something changes; None where it depends on the time."""
         for role, role_urls in (urls or {}).items():
             self.place(role, [Endpoint(role, url) for url in role_urls])
 
     def snapshot(self) -> FleetSnapshot:
-        now_s = time.monotonic()
-        return FleetSnapshot(tuple(_as_seen(watched, now_s) for watched in self._watched.values()))
+        if self._seen is not None:
+            return self._seen
+        now_s, all_watched = time.monotonic(), self._watched.values()
+        fleet = FleetSnapshot(tuple([_as_seen(watched, now_s) for watched in all_watched]))
+        if all(watched.breaker is CLOSED for watched in all_watched):
+            self._seen = fleet
+        return fleet
 
     def is_routable(self, engine: Engine) -> bool:
         """Does this start of the engine take requests now?"""
         watched = self._find(engine)
         if watched is None:
             return False
+        if self._seen is not None and watched.engine is engine and watched.unlisted_since_s is None:
+            return engine.is_routable
         now = _as_seen(watched, time.monotonic())
         return now.is_routable and now.start == engine.start
 
@@ -229,6 +260,7 @@ class EngineDirectory:
         if watched is None:
             return
         before, watched.breaker = watched.breaker, watched.breaker.on_failure(now_s)
+        self._seen = None
         open_until_s = watched.breaker.open_until_s
         if open_until_s is not None and open_until_s != before.open_until_s:
             pause_s = open_until_s - now_s
@@ -327,7 +359,10 @@ class EngineDirectory:
         return ""
 
     def _set(self, watched: _Watched, engine: Engine) -> None:
-        before, watched.engine = watched.engine, engine
+        before = watched.engine
+        if before == engine:
+            return
+        watched.engine = engine
         if (before.is_ready, before.problem) != (engine.is_ready, engine.problem):
             if engine.is_ready:
                 logger.info("%s engine %s is ready", engine.role, engine.url)
@@ -335,10 +370,10 @@ class EngineDirectory:
                 # An engine that is still starting is nothing to worry about.
                 level = logging.INFO if before.info is engine.info is None else logging.WARNING
                 logger.log(level, "%s engine %s: %s", engine.role, engine.url, engine.problem)
-        if before != engine:
-            self._notify()
+        self._notify()
 
     def _notify(self) -> None:
+        self._seen = None
         self._changed.set()
         self._changed = asyncio.Event()
 

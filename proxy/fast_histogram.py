@@ -27,7 +27,17 @@ class FastHistogram(Collector):
         for value in values:
             self.observe(value)
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
+    @property
+    def sum(self) -> float:
+        """Of all that was observed."""
+        return self._sum
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """The upper end of each and what was observed up to there."""
         ends = [*map(str, self._bounds), "+Inf"]
-        buckets = list(zip(ends, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
+        return list(zip(ends, accumulate(self._counts), strict=True))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        yield HistogramMetricFamily(
+            self._name, self._documentation, buckets=self.buckets(), sum_value=self._sum
+        )

@@ -4,14 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from proxy.answers import AnswerShape
 from proxy.client import Client
 from proxy.openai_responses import Usage
 from proxy.openai_types import ChatRequest, TextRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerContext:
+class AnswerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer is made with."""
 
     client: Client

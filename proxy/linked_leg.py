@@ -55,12 +55,12 @@ class LinkedLeg:
         while not self.is_accepted:
             if self._early and self._early[0].failure is not None:
                 raise self._early[0].failure
-            await self._waits.within(timeout_s, self.engine, self._something())
+            await self._something(timeout_s)
 
     async def next_batch(self, timeout_s: float | None) -> LegBatch:
         """At least one token or an end of a choice or of all; silence for `timeout_s` is a failure."""
         if not self._early:
-            await self._waits.within(timeout_s, self.engine, self._something())
+            await self._something(timeout_s)
         return self._early.pop(0)
 
     async def forward(self, take: TakeBatch, stall_s: float, plain: PlainSource | None = None) -> None:
@@ -72,7 +72,7 @@ class LinkedLeg:
         self._take_batch, self._stall_s, self._source = take, stall_s, plain
         self._heard_s = asyncio.get_running_loop().time()
         try:
-            await self._waits.within(None, self.engine, self._something())
+            await self._something(None)
         except EngineTooSlow:
             raise too_slow(self.engine, stall_s) from None
         finally:
@@ -132,10 +132,10 @@ class LinkedLeg:
         if self._take_batch is not None and stall_s is not None and now_s - self._heard_s > stall_s:
             self._wake(too_slow(self.engine, stall_s))
 
-    async def _something(self) -> None:
+    async def _something(self, timeout_s: float | None) -> None:
         self._waiting = asyncio.get_running_loop().create_future()
         try:
-            await self._waiting
+            await self._waits.for_future(timeout_s, self.engine, self._waiting)
         finally:
             self._waiting = None
 

@@ -1,12 +1,10 @@
 """Every metric of the proxy, in a registry of its own; `docs/metrics.md` lists them for users."""
 
-from collections.abc import Callable
-from functools import cache
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from proxy.discovery.errors import ClusterRefused
 from proxy.errors import EngineFailure
+from proxy.fast_counts import CountFamily, HistogramFamily
 from proxy.fast_histogram import FastHistogram
 from wire.services import EngineRole
 
@@ -19,55 +17,54 @@ class ProxyMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        self.requests = CountFamily(
+            "counter",
             "tandem_proxy_requests",
             "Requests by endpoint and HTTP status; a stream broken in the middle counts as its error",
             ("endpoint", "status"),
             registry=registry,
         )
-        self.requests_of: Callable[[str, str], Counter] = cache(self.requests.labels)
-        """What every request looks up is remembered, here and below: `labels` takes a lock each time."""
-        self.routes = Counter(
+        self.routes = CountFamily(
+            "counter",
             "tandem_proxy_routes",
             "Prompts sent to engines, by route: pair, normal for one that serves alone, leg for one of two",
             ("kind",),
             registry=registry,
         )
-        self.routes_of: Callable[[str], Counter] = cache(self.routes.labels)
         self.cancellations = Counter(
             "tandem_proxy_cancellations",
             "Requests whose client left before the answer was complete, by what it was waiting for",
             ("stage",),
             registry=registry,
         )
-        self.time_to_first_token = Histogram(
+        self.time_to_first_token = HistogramFamily(
             "tandem_proxy_time_to_first_token_seconds",
             "From the request's last byte to its first token",
-            ("endpoint",),
-            buckets=TTFT_BUCKETS_S,
-            registry=registry,
+            "endpoint",
+            TTFT_BUCKETS_S,
+            registry,
         )
-        self.time_to_first_token_of: Callable[[str], Histogram] = cache(self.time_to_first_token.labels)
         self.inter_token = FastHistogram(
             "tandem_proxy_inter_token_seconds",
             "Between arrivals of tokens of one choice; tokens that arrive together count once",
             ITL_BUCKETS_S,
         )
         registry.register(self.inter_token)
-        self.tokens = Counter(
+        self.tokens = CountFamily(
+            "counter",
             "tandem_proxy_tokens",
             "Tokens of answered requests: prompt, cached (a part of prompt), completion",
             ("kind",),
             registry=registry,
         )
-        self.tokens_of: Callable[[str], Counter] = cache(self.tokens.labels)
-        self.open_requests = Gauge(
+        self._tokens = tuple(self.tokens.labels(kind) for kind in ("prompt", "cached", "completion"))
+        self.open_requests = CountFamily(
+            "gauge",
             "tandem_proxy_open_requests",
             "Generation requests being served now, by whether they stream",
             ("stream",),
             registry=registry,
         )
-        self.open_requests_of: Callable[[str], Gauge] = cache(self.open_requests.labels)
         self.leg_failures = Counter(
             "tandem_proxy_leg_failures",
             "Calls to engines that failed, by the engine's role and the reason",
@@ -124,6 +121,7 @@ class ProxyMetrics:
         self.leg_failures.labels(failure.role, failure.reason).inc()
 
     def count_tokens(self, num_prompt: int, num_cached: int, num_completion: int) -> None:
-        self.tokens_of("prompt").inc(num_prompt)
-        self.tokens_of("cached").inc(num_cached)
-        self.tokens_of("completion").inc(num_completion)
+        prompt, cached, completion = self._tokens
+        prompt.value += num_prompt
+        cached.value += num_cached
+        completion.value += num_completion

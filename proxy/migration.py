@@ -17,9 +17,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
+
+import msgspec
 
 from proxy.departures import Departures
 from proxy.engines import Engine, EngineStart
@@ -142,8 +143,7 @@ class Progress:
         self._is_to_leave = False
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRun:
+class PromptRun(msgspec.Struct, frozen=True):
     """One prompt and its choices, over all attempts."""
 
     calls: EngineCalls
@@ -180,17 +180,22 @@ class PromptRun:
         self, attempts: "_Attempts", route: Route, work: PromptWork, choices: Sequence[Progress]
     ) -> None:
         attempts.start(route, work)
-        with ExitStack() as stay:
-            stay.enter_context(self.departures.staying(route.engines[-1], choices))
+        departures, engine = self.departures, route.engines[-1]
+        departures.arrive(engine, choices)
 
-            def pass_on(failure: EngineFailure) -> Engine | None:
-                another = attempts.pass_on(failure, work)
-                if another is not None:
-                    stay.close()
-                    stay.enter_context(self.departures.staying(another, choices))
-                return another
+        def pass_on(failure: EngineFailure) -> Engine | None:
+            nonlocal engine
+            another = attempts.pass_on(failure, work)
+            if another is not None:
+                departures.depart(engine, choices)
+                departures.arrive(another, choices)
+                engine = another
+            return another
 
+        try:
             await run_prompt(self.calls, route, work, choices, pass_on)
+        finally:
+            departures.depart(engine, choices)
 
     async def _migrate(self, attempts: "_Attempts", work: PromptWork, choices: Sequence[Progress]) -> None:
         try:
@@ -315,7 +320,7 @@ class _Attempts:
         """The same work under new names: engines may still be busy with the attempt before."""
         self._num_names += 1
         request_id = f"{work.request_id}.{self._num_names}"
-        return replace(work, request_id=request_id, handover_id=self._run.new_id())
+        return msgspec.structs.replace(work, request_id=request_id, handover_id=self._run.new_id())
 
     def _begin(self, stage: Stage, work: PromptWork, route: Route) -> None:
         assert self._last is not None

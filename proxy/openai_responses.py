@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from proxy.message_delta import FinishReason, MessageDelta, ToolCallDelta
 from proxy.token_text import TokenText
 from wire.json_body import to_json
@@ -16,8 +18,7 @@ DONE = b"data: [DONE]\n\n"
 TEXT_MARK = "\0text"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
@@ -46,8 +47,7 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One finished choice."""
 
     text: str

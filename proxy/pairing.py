@@ -1,8 +1,11 @@
 """Which engines serve a request: pure functions over a snapshot of the fleet."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
+
+import msgspec
 
 from proxy.engines import Engine, FleetSnapshot
 from proxy.role_policies import POLICIES, Ask, Candidate, PolicyName
@@ -60,12 +63,11 @@ class PairingRules:
 ROUND_ROBIN = PairingRules(prompt="round_robin", completion="round_robin")
 
 
-@dataclass(frozen=True, slots=True)
-class Knowledge:
+class Knowledge(msgspec.Struct, frozen=True):
     """What this proxy knows of engines beside what they say themselves, by URL."""
 
-    num_queued_tokens: Mapping[str, int] = field(default_factory=dict)
-    num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    num_queued_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
+    num_cached_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Of the prompt in question."""
 
     def candidates(self, engines: Iterable[Engine]) -> list[Candidate]:
@@ -73,8 +75,10 @@ class Knowledge:
         return [Candidate(e, queued.get(e.url, 0), cached.get(e.url, 0)) for e in engines]
 
 
+NOTHING_KNOWN = Knowledge()
+
 def choose_route(
-    fleet: FleetSnapshot, ask: Ask, rules: PairingRules, known: Knowledge = Knowledge()
+    fleet: FleetSnapshot, ask: Ask, rules: PairingRules, known: Knowledge = NOTHING_KNOWN
 ) -> Route | None:
     """The route of a prompt; None when nothing could serve it.
 
@@ -92,7 +96,7 @@ def choose_route(
 
 
 def another_completion(
-    fleet: FleetSnapshot, prompt: Engine, ask: Ask, rules: PairingRules, known: Knowledge = Knowledge()
+    fleet: FleetSnapshot, prompt: Engine, ask: Ask, rules: PairingRules, known: Knowledge = NOTHING_KNOWN
 ) -> Engine | None:
     """Who could take a hand-over that `prompt` keeps, of the fleet's engines."""
     partners = _partners(prompt, fleet.routable("completion"))
@@ -114,7 +118,7 @@ def _choose_pair(
     near = _in_zone(prompts, rules.zone)
     prompt = POLICIES[rules.prompt](known.candidates(near), ask).engine
     partners = _in_zone(_partners(prompt, completions), _info(prompt).zone)
-    ask = replace(ask, turn=ask.turn // len(near))
+    ask = msgspec.structs.replace(ask, turn=ask.turn // len(near))
     completion = POLICIES[rules.completion](known.candidates(partners), ask).engine
     return Pair(prompt, completion, _lender(prompt, _partners(prompt, completions), known))
 
@@ -137,7 +141,9 @@ def _is_short(num_new_tokens: int, rules: PairingRules) -> bool:
 
 def _in_zone(engines: Sequence[Engine], zone: str | None) -> Sequence[Engine]:
     """Those of the zone; all where there are none, or where it is not known."""
-    return [engine for engine in engines if zone is not None and _info(engine).zone == zone] or engines
+    if zone is None:
+        return engines
+    return [engine for engine in engines if _info(engine).zone == zone] or engines
 
 
 def explain_missing_route(fleet: FleetSnapshot) -> str:
@@ -152,9 +158,10 @@ def explain_missing_route(fleet: FleetSnapshot) -> str:
 
 def max_model_len(route: HasEngines) -> int:
     """The tokens of prompt and completion together that every engine of the route takes."""
-    return min(_info(engine).max_model_len for engine in route.engines)
+    return min([_info(engine).max_model_len for engine in route.engines])
 
 
+@lru_cache(maxsize=8)
 def longest_model_len(fleet: FleetSnapshot) -> int | None:
     """The tokens that some engine takes, whatever the route; None when nothing could be served."""
     completions = fleet.routable("completion")

@@ -1,9 +1,10 @@
 """From a validated body to what engines need: token ids, limits, sampling and a route per prompt."""
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from proxy.echo import Echo
 from proxy.errors import BadRequest, ContextExceeded, NotServing, UnknownModel
@@ -22,14 +23,14 @@ from proxy.pairing import (
 from proxy.routes import Routes
 from proxy.single_legs import Bounds, SingleLeg
 from proxy.text_model import TextModel
+from proxy.unguessable import new_seed
 from wire.sampling import MAX_SEED, SamplingParams, StructuredOutput
 
 GREEDY_BELOW = 1e-4
 """Temperatures below this differ from 0 in nothing but overflowing logits."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(msgspec.Struct, frozen=True):
     """One prompt, ready to run for its choices."""
 
     prompt_token_ids: tuple[int, ...]
@@ -42,8 +43,7 @@ class PreparedPrompt:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendered:
+class _Rendered(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     form: MessageForm = PLAIN
     echo: Echo | None = None
@@ -175,20 +175,21 @@ class Preparation:
         """`sampling`: fields of `SamplingParams`, without the limits, which depend on the prompt."""
         if not rendered.token_ids:
             raise BadRequest("the prompt is empty", param=request.prompt_field, code="invalid_value")
-        self._limits.check_prompt(len(rendered.token_ids), request.prompt_field)
-        num_tokens = len(rendered.token_ids) + (request.asked_max_tokens[1] or 1)
+        asked, num_prompt_tokens = request.asked_max_tokens, len(rendered.token_ids)
+        self._limits.check_prompt(num_prompt_tokens, request.prompt_field)
         params = request.kv_transfer_params
         route: Route | SingleLeg | None
         if params is not None and params.is_of_leg:
-            route = self._routes.leg(params, Bounds(self._text.vocab_size, len(rendered.token_ids)))
+            route = self._routes.leg(params, Bounds(self._text.vocab_size, num_prompt_tokens))
         else:
+            num_tokens = num_prompt_tokens + (asked[1] or 1)
             route = self._routes.first(rendered.token_ids, num_tokens, session)
         if route is None:
             raise self._not_serving()
-        asked = request.asked_max_tokens
-        if request.is_prompt_leg:  # its one token is not what the client asked for
-            asked = asked[0], None
-        max_tokens = self._limits.of_completion(_max_tokens(request, len(rendered.token_ids), route), asked)
+        if params is not None and params.do_remote_decode and asked[1] != 0:
+            asked = asked[0], None  # routers ask the prompt engine for one token; more follow
+        num_allowed = _max_tokens(asked, request.prompt_field, num_prompt_tokens, route)
+        max_tokens = self._limits.of_completion(num_allowed, asked)
         return PreparedPrompt(
             rendered.token_ids,
             SamplingParams(**sampling, max_tokens=max_tokens, min_tokens=_min_tokens(request, max_tokens)),
@@ -200,15 +201,17 @@ class Preparation:
         )
 
 
-def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, route: HasEngines) -> int:
+def _max_tokens(
+    asked_max_tokens: tuple[str, int | None], prompt_field: str, num_prompt_tokens: int, route: HasEngines
+) -> int:
     """What the client asked for, or all that is left; `BadRequest` when it does not fit."""
     limit = max_model_len(route)
     if num_prompt_tokens >= limit:
-        raise ContextExceeded.of_prompt(request.prompt_field, limit, num_prompt_tokens)
-    name, asked = request.asked_max_tokens
+        raise ContextExceeded.of_prompt(prompt_field, limit, num_prompt_tokens)
+    name, asked = asked_max_tokens
     if asked == 0:
         return 1  # engines draw a token behind every prompt
-    if asked is None or request.is_prompt_leg:  # routers ask the prompt engine for one token; more follow
+    if asked is None:
         in_pool = max(1, max_pool_tokens(route) - num_prompt_tokens)
         return min(limit - num_prompt_tokens, in_pool)
     if num_prompt_tokens + asked > limit:
@@ -256,15 +259,15 @@ def _sampling_fields(request: ChatRequest | TextRequest, vocab_size: int) -> Map
     temperature = 1.0 if request.temperature is None else request.temperature
     return {
         "temperature": 0.0 if temperature < GREEDY_BELOW else temperature,
-        "top_k": min(max(request.top_k or 0, 0), vocab_size),
+        "top_k": min(max(request.top_k, 0), vocab_size) if request.top_k else 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "min_p": request.min_p or 0.0,
         # Both legs must draw from the same noise; OpenAI's seeds are signed.
-        "seed": secrets.randbits(63) if request.seed is None else request.seed & MAX_SEED,
+        "seed": new_seed() if request.seed is None else request.seed & MAX_SEED,
         "presence_penalty": request.presence_penalty or 0.0,
         "frequency_penalty": request.frequency_penalty or 0.0,
         "repetition_penalty": 1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        "logit_bias": _logit_bias(request.logit_bias or {}, vocab_size),
+        "logit_bias": _logit_bias(request.logit_bias, vocab_size) if request.logit_bias else (),
         "structured": structured,
         "logprobs": request.num_logprobs,
         "prompt_logprobs": request.num_prompt_logprobs,

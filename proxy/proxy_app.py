@@ -6,11 +6,12 @@ from contextlib import AbstractAsyncContextManager
 from fastapi import FastAPI
 
 from proxy.api_keys import is_let_in
-from proxy.asgi import ASGIApp, Receive, Scope, Send
+from proxy.asgi import ASGIApp
+from proxy.http_protocol import Headers, ServesDirectly
 from settings.secret_keys import SecretKeys
 
 
-class ProxyApp(FastAPI):
+class ProxyApp(FastAPI, ServesDirectly):
     """Requests that generate reach their endpoint at once, and their events the server.
 
     The router and the middleware wrap every part that is sent in a coroutine each. A request without a
@@ -32,16 +33,12 @@ class ProxyApp(FastAPI):
             lifespan=lifespan,
         )
         self._keys = keys
-        self._direct: dict[str, ASGIApp] = {}
+        self._direct: dict[bytes, ASGIApp] = {}
 
     def serve_directly(self, path: str, endpoint: ASGIApp) -> None:
         """POST requests with a key; the endpoint has a route, too, which answers all others."""
-        self._direct[path] = endpoint
+        self._direct[path.encode()] = endpoint
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            endpoint = self._direct.get(scope["path"])
-            if endpoint is not None and is_let_in(self._keys, scope):
-                await endpoint(scope, receive, send)
-                return
-        await super().__call__(scope, receive, send)
+    def direct_endpoint(self, path: bytes, headers: Headers) -> ASGIApp | None:
+        endpoint = self._direct.get(path)
+        return endpoint if endpoint is not None and is_let_in(self._keys, headers) else None

@@ -17,8 +17,10 @@ completion engine has not taken over by then is withdrawn from the prompt engine
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
+
+import msgspec
 
 from proxy.engine_waits import too_slow
 from proxy.engines import Engine
@@ -46,8 +48,7 @@ PROMPT_REASON_WAIT_S = 0.1
 """How long a failed completion leg waits for the prompt engine, which often knows the reason behind it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptWork:
+class PromptWork(msgspec.Struct, frozen=True, kw_only=True):
     """What both legs of one prompt are told."""
 
     request_id: str
@@ -74,11 +75,11 @@ class PromptWork:
         """One of several choices as a prompt of its own."""
         request_id = f"{self.request_id}-{choice}"
         sampling = self.sampling.of_choice(choice)
-        return replace(self, request_id=request_id, sampling=sampling, num_completions=1)
+        return msgspec.structs.replace(self, request_id=request_id, sampling=sampling, num_completions=1)
 
     def after(self, token_ids: Sequence[int]) -> "PromptWork":
         """The rest of a completion that has begun with these tokens."""
-        return replace(
+        return msgspec.structs.replace(
             self,
             prompt_token_ids=(*self.prompt_token_ids, *token_ids),
             sampling=replace(self.sampling, prompt_logprobs=None) if token_ids else self.sampling,

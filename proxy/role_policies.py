@@ -5,16 +5,16 @@ Adding one: a function with the signature of `RolePolicy`, its name in `PolicyNa
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from proxy.engines import Engine
 
 PolicyName = Literal["round_robin", "least_tokens", "power_of_two", "prefix", "session"]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """An engine that could serve the prompt."""
 
     engine: Engine
@@ -24,8 +24,7 @@ class Candidate:
     """Of the prompt, as far as this proxy knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What a choice depends on beside the engines."""
 
     turn: int = 0

@@ -46,15 +46,19 @@ class Routes:
     def first(self, prompt_token_ids: Sequence[int], num_tokens: int, session: str | None) -> Route | None:
         """The route of a new prompt, if there is one among engines that take `num_tokens`, or any."""
         fleet = self.snapshot()
-        route = self._choose(fleet.taking(num_tokens), prompt_token_ids, session)
-        return route or self._choose(fleet, prompt_token_ids, session)
+        taking = fleet.taking(num_tokens)
+        route = self._choose(taking, prompt_token_ids, session)
+        return (
+            route if route is not None or taking is fleet else self._choose(fleet, prompt_token_ids, session)
+        )
 
     def is_current(self, route: Route) -> bool:
         """Could all engines of the route still be chosen?
 
         No more where one of them was lost, or is tried out by another prompt that was chosen for it before.
         """
-        return all(self._directory.is_routable(engine) for engine in route.engines)
+        is_routable = self._directory.is_routable
+        return all(map(is_routable, route.engines))
 
     def leg(self, params: KvTransferParams, bounds: Bounds) -> SingleLeg:
         """The engine for one leg that a router of others asks for."""
@@ -149,6 +153,8 @@ class Routes:
     def _cached(self, fleet: FleetSnapshot, token_ids: Sequence[int]) -> dict[str, int]:
         """By URL; only tokens that need not be computed: the last one always is."""
         cached: dict[str, int] = {}
+        if len(token_ids) <= fleet.smallest_block:
+            return cached
         for block_size, engines in _by_block_size(fleet.engines).items():
             names = prompt_block_names(token_ids[:-1], block_size)
             found = self._prefixes.num_cached(names, [engine.start for engine in engines])
@@ -156,6 +162,8 @@ class Routes:
         return cached
 
     def _remember(self, token_ids: Sequence[int], engines: Sequence[Engine]) -> None:
+        if len(token_ids) < self.snapshot().smallest_block:
+            return
         for block_size, some in _by_block_size(engines).items():
             names = prompt_block_names(token_ids, block_size)
             self._prefixes.insert(names, [engine.start for engine in some])

@@ -15,8 +15,8 @@ class StopStrings:
         """`strings` are not empty; without any, text passes through untouched."""
         assert all(strings)
         self._strings = tuple(strings)
-        self._tables = tuple(_failure_table(string) for string in strings)
-        self._matched = [0] * len(strings)
+        self._tables = tuple([_failure_table(string) for string in strings])
+        self._matched = [0] * len(self._strings)
         self._held = ""
         self.found: str | None = None
 

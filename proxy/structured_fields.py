@@ -59,6 +59,8 @@ class StructuredFields(Strict):
 
     def structured_output(self) -> StructuredOutput | None:
         """What engines are told; `BadRequest` where two fields ask for different things."""
+        if not self._asks_for_form():
+            return None
         wishes = self._wishes()
         if len(wishes) > 1:
             first, second, *_ = wishes
@@ -81,8 +83,6 @@ class StructuredFields(Strict):
         )
 
     def _wishes(self) -> dict[str, StructuredOutput]:
-        if not self._asks_for_form():
-            return {}
         asked = {
             "response_format": _of_format(self.response_format),
             "structured_outputs": _of_structured_outputs(self.structured_outputs),

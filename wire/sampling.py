@@ -74,17 +74,24 @@ class SamplingParams:
             raise ValueError(
                 f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty}"
             )
-        self._check_range("temperature", self.temperature, 0.0, 100.0)
-        self._check_range("min_p", self.min_p, 0.0, 1.0)
-        self._check_range("seed", self.seed, 0, MAX_SEED)
-        self._check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self._check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            num_asked = getattr(self, name)
-            if num_asked is not None:
-                self._check_range(name, num_asked, 0, MAX_TOP_LOGPROBS)
-        self._check_logit_bias()
+        if not 0.0 <= self.temperature <= 100.0:
+            raise _outside("temperature", self.temperature, 0.0, 100.0)
+        if not 0.0 <= self.min_p <= 1.0:
+            raise _outside("min_p", self.min_p, 0.0, 1.0)
+        if not 0 <= self.seed <= MAX_SEED:
+            raise _outside("seed", self.seed, 0, MAX_SEED)
+        if not -2.0 <= self.presence_penalty <= 2.0:
+            raise _outside("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        if not -2.0 <= self.frequency_penalty <= 2.0:
+            raise _outside("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise _outside("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise _outside("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS:
+            raise _outside("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.logit_bias:
+            self._check_logit_bias()
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             raise ValueError(f"{name} and structured exclude each other: the structure says where it ends")
@@ -106,10 +113,6 @@ class SamplingParams:
         """Sampling of one of several choices of a prompt: a seed of its own, choice 0 keeps this one."""
         return self if choice == 0 else replace(self, seed=choice_seed(self.seed, choice))
 
-    def _check_range(self, name: str, value: float, low: float, high: float) -> None:
-        if not low <= value <= high:
-            raise ValueError(f"{name} must be between {low} and {high}, got {value}")
-
     def _check_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise ValueError(
@@ -118,7 +121,12 @@ class SamplingParams:
         if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
             raise ValueError("logit_bias names a token twice")
         for token_id, bias in self.logit_bias:
-            self._check_range(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
+            if not -100.0 <= bias <= 100.0:
+                raise _outside(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
+
+
+def _outside(name: str, value: float, low: float, high: float) -> ValueError:
+    return ValueError(f"{name} must be between {low} and {high}, got {value}")
 
 
 def choice_seed(seed: int, choice: int) -> int:

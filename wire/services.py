@@ -83,12 +83,14 @@ def check_replay(
     num_completions: int,
 ) -> None:
     """`ValueError` where the last prompt ids cannot be the beginning of a completion that goes on."""
+    if not num_replayed_tokens:
+        return
     if not 0 <= num_replayed_tokens <= max(0, min(len(prompt_token_ids), sampling.max_tokens) - 1):
         raise ValueError(
             f"num_replayed_tokens must leave a prompt and a token of max_tokens {sampling.max_tokens} to "
             f"generate, got {num_replayed_tokens} of {len(prompt_token_ids)} ids"
         )
-    if num_replayed_tokens and num_completions > 1:
+    if num_completions > 1:
         raise ValueError(f"num_replayed_tokens needs num_completions 1, got {num_completions}")
 
 

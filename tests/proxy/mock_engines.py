@@ -328,6 +328,7 @@ async def serving(app: ASGIApp, *, lifespan: str = "off") -> AsyncIterator[str]:
             http=HttpProtocol,
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             lifespan=lifespan,
             timeout_graceful_shutdown=1,
         )

@@ -27,8 +27,13 @@ def queue(clock: Clock | None = None, **limits: object) -> Admission:
 
 @contextlib.asynccontextmanager
 async def begun(admission: Admission, num_tokens: int, priority: int = 0) -> AsyncIterator[Admitted]:
-    async with asyncio.timeout(1), admission.admitted(num_tokens, priority) as place:
+    place = admission.enter(num_tokens, priority)
+    try:
+        async with asyncio.timeout(1):
+            await place.turn()
         yield place
+    finally:
+        place.end(is_computed=False)
 
 
 async def observed(clock: Clock, admission: Admission, num_tokens: int, seconds: float) -> None:
@@ -52,7 +57,7 @@ async def test_higher_priorities_begin_first_and_equals_in_order_of_arrival() ->
     admission, order = queue(max_tokens_under_way=10), list[str]()
 
     async def ask(name: str, priority: int) -> None:
-        async with admission.admitted(10, priority) as place:
+        async with begun(admission, 10, priority) as place:
             order.append(name)
             assert place.has_waited
             place.end(is_computed=True)
@@ -88,7 +93,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(has_begun: b
     admission = queue(max_tokens_under_way=10)
 
     async def ask() -> None:
-        async with admission.admitted(10, 0):
+        async with begun(admission, 10):
             await asyncio.Event().wait()
 
     async with begun(admission, 10) as first:
@@ -98,6 +103,25 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(has_begun: b
             first.end(is_computed=True)  # lets it in, and it is cancelled before it knows
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+    admission.check_invariants()
+
+
+async def test_a_place_is_not_given_to_a_client_that_is_just_leaving_the_queue() -> None:
+    admission = queue(max_tokens_under_way=10)
+
+    async def ask() -> None:
+        async with begun(admission, 10):
+            await asyncio.Event().wait()
+
+    async with begun(admission, 10) as first:
+        leaving, staying = asyncio.create_task(ask()), asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        first.end(is_computed=True)
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert (admission.num_waiting, admission.num_tokens_under_way) == (0, 10)
+        staying.cancel()
+        await asyncio.gather(staying, return_exceptions=True)
     admission.check_invariants()
 
 
@@ -122,12 +146,10 @@ async def test_what_is_behind_in_the_queue_delays_nobody_of_a_higher_priority() 
     admission = queue(clock, first_token_s=2.0, max_tokens_under_way=100)
     await observed(clock, admission, 1000, 1.0)
     async with begun(admission, 100):
-        low = asyncio.create_task(admission.admitted(1800, 0).__aenter__())
-        await asyncio.sleep(0)
+        low = admission.enter(1800, 0)
         assert admission.predicted_s(500, 0) > 2.0
         assert admission.predicted_s(500, 1) < 1.0
-        low.cancel()
-        await asyncio.gather(low, return_exceptions=True)
+        low.end(is_computed=False)
 
 
 async def test_a_full_queue_refuses() -> None:

@@ -4,7 +4,24 @@ import asyncio
 
 from proxy.asgi import Message
 from proxy.client import Client
-from proxy.http_protocol import ABORT
+from proxy.http_protocol import EXCHANGE
+
+
+class StuckExchange:
+    """Everything that is written has to wait."""
+
+    def __init__(self, name: str, aborted: list[str]) -> None:
+        self._name = name
+        self._aborted = aborted
+
+    def begin(self, headers: bytes, part: bytes) -> bool:
+        return False
+
+    def write(self, part: bytes) -> bool:
+        return False
+
+    def abort(self) -> None:
+        self._aborted.append(self._name)
 
 
 async def test_the_connection_of_a_client_that_is_given_up_is_cut_and_no_other() -> None:
@@ -17,11 +34,7 @@ async def test_the_connection_of_a_client_that_is_given_up_is_cut_and_no_other()
         await asyncio.Event().wait()
 
     for name, num_bytes in (("reads", 10), ("stuck", 11)):
-
-        def abort(name: str = name) -> None:
-            aborted.append(name)
-
-        scope = {"headers": [], "extensions": {ABORT: abort}}
+        scope = {"headers": [], "extensions": {EXCHANGE: StuckExchange(name, aborted)}}
         client = Client(scope, receive, stuck, stall_timeout_s=5.0, max_backlog_bytes=10)
         client.send_events(b"x" * num_bytes)
         await asyncio.sleep(0)

@@ -52,11 +52,12 @@ class Fleet:
 async def leaving(fleet: Fleet, choices: Sequence[Choice], left_s: float) -> AsyncIterator[None]:
     departures = Departures(fleet)
     running = asyncio.create_task(departures.run())
-    with departures.staying(ENGINE, choices):
-        await asyncio.sleep(0)
-        fleet.left_s[ENGINE.start] = left_s
-        fleet.changed.set()
-        yield
+    departures.arrive(ENGINE, choices)
+    await asyncio.sleep(0)
+    fleet.left_s[ENGINE.start] = left_s
+    fleet.changed.set()
+    yield
+    departures.depart(ENGINE, choices)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -102,9 +103,10 @@ async def test_a_stream_that_nobody_else_takes_stays_until_somebody_does() -> No
 
 async def test_an_engine_that_was_started_again_keeps_its_streams() -> None:
     departures, choice = Departures(Fleet()), Choice(100.0)
-    with departures.staying(ENGINE, [choice]):
-        departures._tell(EngineStart(ENGINE.url, 1), 0.0)
-        assert choice.is_staying
+    departures.arrive(ENGINE, [choice])
+    departures._tell(EngineStart(ENGINE.url, 1), 0.0)
+    assert choice.is_staying
+    departures.depart(ENGINE, [choice])
     assert not departures._staying
 
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from proxy.asgi import Receive, Scope, Send
-from proxy.http_protocol import ON_LEFT, WRITE, HeadsWait
+from proxy.http_protocol import EXCHANGE, HeadsWait
 from tests.proxy.mock_engines import serving
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -82,7 +82,7 @@ async def test_parts_are_written_at_once_behind_the_head_and_in_order() -> None:
     written: list[bool] = []
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        write = scope["extensions"][WRITE]
+        write = scope["extensions"][EXCHANGE].write
         written.append(write(b"too early"))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         written.append(write(b"the head waits"))
@@ -105,7 +105,7 @@ async def test_the_end_of_a_connection_is_told_once_also_where_it_came_before_th
     asked, told, finished = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        on_left = scope["extensions"][ON_LEFT]
+        on_left = scope["extensions"][EXCHANGE].on_left
         on_left(lambda: (left.append("first"), told.set()))
         asked.set()
         await told.wait()

@@ -90,8 +90,10 @@ def test_first_tokens_of_other_choices_are_no_arrival() -> None:
 def test_only_the_last_ended_prompts_are_kept() -> None:
     activity = Activity(Clock())
     for number in range(NUM_TRACES + 5):
-        with activity.running(activity.trace(str(number), PAIR, 0.0)):
-            assert activity.find(str(number)) is not None
+        trace = activity.trace(str(number), PAIR, 0.0)
+        activity.begin(trace)
+        assert activity.find(str(number)) is trace
+        activity.end(trace)
     assert activity.find("4") is None
     assert activity.find("5") is not None
     activity.check_invariants()
