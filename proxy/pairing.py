@@ -77,6 +77,7 @@ class Knowledge(msgspec.Struct, frozen=True):
 
 NOTHING_KNOWN = Knowledge()
 
+
 def choose_route(
     fleet: FleetSnapshot, ask: Ask, rules: PairingRules, known: Knowledge = NOTHING_KNOWN
 ) -> Route | None:
