@@ -164,10 +164,7 @@ class Admitted:
         self._num_tokens = num_tokens
         self._waiting = waiting
         self._is_over = False
-
-    @property
-    def has_waited(self) -> bool:
-        return self._waiting is not None
+        self.has_waited = waiting is not None
 
     async def turn(self) -> None:
         """Return when it may begin."""

@@ -28,7 +28,7 @@ from proxy.engines import EngineDirectory
 from proxy.errors import UnknownModel
 from proxy.generation_apis import APIS
 from proxy.json_endpoint import JsonEndpoint
-from proxy.key_limits import KeyGate, KeyLimits, KeyUse
+from proxy.key_limits import KeyGate, KeyLimits, KeyUse, NoLimits
 from proxy.legs import EngineCalls, LegTimeouts
 from proxy.loads import EngineLoads
 from proxy.metrics import ProxyMetrics
@@ -194,7 +194,9 @@ def _key_gate(settings: ProxySettings) -> KeyGate:
         burst=settings.key_burst,
         max_open=settings.key_max_open,
     )
-    if settings.worker_directory is None or not limits.are_set:
+    if not limits.are_set:
+        return NoLimits()
+    if settings.worker_directory is None:
         return KeyUse(limits, time.monotonic)
     return SharedKeyUse(limits, time.monotonic, settings.worker_directory, settings.worker_number)
 

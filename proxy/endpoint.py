@@ -40,7 +40,7 @@ from proxy.openai_types import ChatRequest, TextRequest
 from proxy.pairing import Route
 from proxy.preparation import Preparation, PreparedPrompt
 from proxy.request_flow import PromptWork
-from proxy.request_ids import client_request_id
+from proxy.request_ids import HEADER, accepted_id
 from proxy.routes import Routes
 from proxy.settings import ProxySettings
 from proxy.single_legs import CompletionLeg, PromptLeg, SingleLeg, run_completion_leg, run_prompt_leg
@@ -97,19 +97,15 @@ class GenerationEndpoint:
         self._api = api
         self._services = services
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        settings = self._services.settings
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[None, None, None]:
         client = Client(
             scope,
             receive,
             send,
-            stall_timeout_s=settings.client_stall_timeout_s,
-            max_backlog_bytes=settings.client_backlog_bytes,
+            stall_timeout_s=self._services.settings.client_stall_timeout_s,
+            max_backlog_bytes=self._services.settings.client_backlog_bytes,
         )
-        request_id = new_id()
-        given_id = client_request_id(scope["headers"])
-        client.headers["x-request-id"] = request_id if given_id is None else given_id.decode()
-        await _Exchange(self._api, self._services, client, request_id, self._key(scope)).run()
+        return _Exchange(self._api, self._services, client, self._key(scope)).run()
 
     def _key(self, scope: Scope) -> str:
         """The key that was checked, in whatever spelling it came; without keys all clients are one."""
@@ -119,14 +115,14 @@ class GenerationEndpoint:
 class _Exchange:
     """The state of one request: how far it is, and what it has counted."""
 
-    def __init__(
-        self, api: GenerationApi, services: ProxyServices, client: Client, request_id: str, key: str
-    ) -> None:
+    def __init__(self, api: GenerationApi, services: ProxyServices, client: Client, key: str) -> None:
         """`key`: the client's, for its limits."""
         self._api = api
         self._services = services
         self._client = client
-        self._request_id = request_id
+        self._request_id = new_id()
+        self._given_id = accepted_id(client.header(HEADER)) or self._request_id
+        client.headers["x-request-id"] = self._given_id
         self._key = key
         self._answer: AnswerShape | None = None
         self._extras: dict[str, Any] = {}
@@ -169,10 +165,12 @@ class _Exchange:
     async def _serve_until_interrupted(self, body: bytes) -> None:
         """Watches the connection from the first moment on: an engine can be silent for seconds."""
         request, timeout_s = self._api.parse(body), self._timeout_s()
-        draining, client = self._services.draining, self._client
-        with Interruption() as self._work:
+        services, client = self._services, self._client
+        num_open = services.metrics.open_requests.labels("true" if request.stream else "false")
+        with Interruption() as self._work, services.key_use.open(self._key):
             cut = self._work.interrupt
-            number = draining.enter(cut)
+            number = services.draining.enter(cut)
+            num_open.value += 1
             timer = None if timeout_s is None else self._interrupt_after(timeout_s, self._work)
             client.watch(cut)
             try:
@@ -181,7 +179,8 @@ class _Exchange:
                 client.unwatch()
                 if timer is not None:
                     timer.cancel()
-                draining.leave(number)
+                num_open.value -= 1
+                services.draining.leave(number)
 
     def _interrupt_after(self, timeout_s: float, work: Interruption) -> asyncio.TimerHandle:
         error = RequestTimeout(f"the answer was not complete within {timeout_s:g} s")
@@ -202,16 +201,6 @@ class _Exchange:
         return asked_s if limit_s is None else min(asked_s, limit_s)
 
     async def _serve(self, request: ChatRequest | TextRequest) -> None:
-        services = self._services
-        num_open = services.metrics.open_requests.labels("true" if request.stream else "false")
-        num_open.value += 1
-        try:
-            with services.key_use.open(self._key):
-                await self._answer_request(request)
-        finally:
-            num_open.value -= 1
-
-    async def _answer_request(self, request: ChatRequest | TextRequest) -> None:
         services = self._services
         self._priority = request.priority or 0
         self._session = self._client.header(b"x-session-id") or request.prompt_cache_key
@@ -245,7 +234,7 @@ class _Exchange:
         kinds = [kind_of(prompt.route) for prompt in prepared]
         for kind in kinds:
             self._services.metrics.routes.labels(kind).value += 1
-        self._client.headers["x-tandem-route"] = ",".join(sorted(set(kinds)))
+        self._client.headers["x-tandem-route"] = kinds[0] if len(kinds) == 1 else ",".join(sorted({*kinds}))
 
     def _answer_context(self) -> AnswerContext:
         return AnswerContext(
@@ -270,8 +259,7 @@ class _Exchange:
         return prompts
 
     def _trace(self, index: int, route: Route | SingleLeg) -> Trace:
-        given_id = self._client.headers["x-request-id"]
-        request_id = f"{given_id}-{index}" if index else given_id
+        request_id = f"{self._given_id}-{index}" if index else self._given_id
         return self._services.activity.trace(request_id, route, self._started_s)
 
     def _choice(
@@ -283,10 +271,13 @@ class _Exchange:
         answer: AnswerShape,
     ) -> Choice:
         model = self._services.text
+        end_token_ids = model.eos_token_ids
+        if request.stop_token_ids:
+            end_token_ids = end_token_ids.union(request.stop_token_ids)
         text = TextStream(
             model.vocabulary,
             stops=request.stop,
-            end_token_ids=model.eos_token_ids.union(request.stop_token_ids or ()),
+            end_token_ids=end_token_ids,
             visible_ids=model.visible_tag_ids if prompt.form.has_parts else frozenset(),
             with_logprobs=request.num_logprobs is not None,
             num_chars_before=0 if prompt.echo is None else len(prompt.echo.text),

@@ -42,7 +42,7 @@ class EngineWaits:
             raise too_slow(engine, timeout_s) from None
 
     async def for_future(
-        self, timeout_s: float | None, engine: Engine, awaited: "asyncio.Future[ResultT]"
+        self, timeout_s: float | None, engine: Engine, awaited: asyncio.Future[ResultT]
     ) -> ResultT:
         """As `within`, for a future that nobody else waits for."""
         self._futures[awaited] = engine, timeout_s
@@ -54,7 +54,7 @@ class EngineWaits:
             if timer is not None:
                 timer.cancel()
 
-    def _end(self, awaited: "asyncio.Future[Any]") -> None:
+    def _end(self, awaited: asyncio.Future[Any]) -> None:
         if not awaited.done():
             awaited.set_exception(too_slow(*self._futures[awaited]))
 

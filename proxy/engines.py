@@ -172,11 +172,11 @@ class EngineDirectory:
 
     def is_routable(self, engine: Engine) -> bool:
         """Does this start of the engine take requests now?"""
+        if self._seen is not None and engine in self._seen.engines:
+            return engine.is_routable
         watched = self._find(engine)
         if watched is None:
             return False
-        if self._seen is not None and watched.engine is engine and watched.unlisted_since_s is None:
-            return engine.is_routable
         now = _as_seen(watched, time.monotonic())
         return now.is_routable and now.start == engine.start
 
@@ -237,12 +237,16 @@ class EngineDirectory:
 
     def assigned(self, engine: Engine) -> None:
         """A request is on its way to this engine."""
+        if self._seen is not None:
+            return  # nobody fails
         watched = self._find(engine)
         if watched is not None and watched.breaker is not CLOSED:
             watched.breaker = watched.breaker.on_request(time.monotonic())
 
     def answered(self, engine: Engine) -> None:
         """The engine has given a token, or said no for the request's own fault."""
+        if self._seen is not None:
+            return  # nobody has failed
         watched = self._find(engine)
         if watched is not None and watched.breaker is not CLOSED:
             watched.breaker = CLOSED

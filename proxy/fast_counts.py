@@ -43,11 +43,12 @@ class CountFamily(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Count:
-        count = self._counts.get(values)
-        if count is None:
+        try:
+            return self._counts[values]
+        except KeyError:
             assert len(values) == len(self._label_names)
             count = self._counts[values] = Count()
-        return count
+            return count
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         if self._kind == "gauge":
@@ -81,11 +82,12 @@ class HistogramFamily(Collector):
         registry.register(self)
 
     def of(self, label: str) -> FastHistogram:
-        histogram = self._histograms.get(label)
-        if histogram is None:
+        try:
+            return self._histograms[label]
+        except KeyError:
             histogram = FastHistogram(self._name, self._documentation, self._bounds)
             self._histograms[label] = histogram
-        return histogram
+            return histogram
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=(self._label_name,))

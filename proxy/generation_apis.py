@@ -1,5 +1,7 @@
 """The endpoints that generate, each as its body's parser and its answer's shape."""
 
+from functools import partial
+
 from proxy.answers import AnswerShape, ChunkStream, StreamedAnswer, WholeAnswer
 from proxy.generation_api import AnswerContext, GenerationApi
 from proxy.openai_responses import Kind, ResponseBuilder
@@ -22,11 +24,11 @@ def _answer(kind: Kind, request: ChatRequest | TextRequest, context: AnswerConte
 CHAT = GenerationApi(
     path="/v1/chat/completions",
     parse=parse_chat,
-    answer=lambda request, context: _answer("chat", request, context),
+    answer=partial(_answer, "chat"),
 )
 TEXT = GenerationApi(
     path="/v1/completions",
     parse=parse_text,
-    answer=lambda request, context: _answer("text", request, context),
+    answer=partial(_answer, "text"),
 )
 APIS = (CHAT, TEXT)

@@ -121,7 +121,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._left = left
         if self.transport.is_closing():
             self.loop.call_soon(self._has_left, left)
-        elif not self.pipeline:
+        elif self.flow.read_paused and not self.pipeline:
             # The body was long enough to stop reading, and nobody asks for more of it.
             self.flow.resume_reading()
         return partial(self._forget, left)

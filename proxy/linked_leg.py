@@ -1,7 +1,7 @@
 """One completion stream of a token link: what is brought to it, and who waits for that."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from proxy.engine_waits import EngineWaits, too_slow
 from proxy.engines import Engine
@@ -132,12 +132,9 @@ class LinkedLeg:
         if self._take_batch is not None and stall_s is not None and now_s - self._heard_s > stall_s:
             self._wake(too_slow(self.engine, stall_s))
 
-    async def _something(self, timeout_s: float | None) -> None:
+    def _something(self, timeout_s: float | None) -> Coroutine[None, None, None]:
         self._waiting = asyncio.get_running_loop().create_future()
-        try:
-            await self._waits.for_future(timeout_s, self.engine, self._waiting)
-        finally:
-            self._waiting = None
+        return self._waits.for_future(timeout_s, self.engine, self._waiting)
 
     def _wake(self, error: Exception | None = None) -> None:
         if self._waiting is None or self._waiting.done():

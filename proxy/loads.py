@@ -1,6 +1,5 @@
 """How much this proxy has given each engine to do."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,7 +13,7 @@ class EngineLoads:
     """Tokens of open legs by engine; owned by those who make the calls."""
 
     def __init__(self) -> None:
-        self._tokens: Counter[str] = Counter()
+        self._tokens: dict[str, int] = {}
 
     @property
     def num_queued_tokens(self) -> Mapping[str, int]:
@@ -29,7 +28,7 @@ class EngineLoads:
             self.take_off(engine, num_tokens)
 
     def add(self, engine: Engine, num_tokens: int) -> None:
-        self._tokens[engine.url] += num_tokens
+        self._tokens[engine.url] = self._tokens.get(engine.url, 0) + num_tokens
 
     def take_off(self, engine: Engine, num_tokens: int) -> None:
         num_left = self._tokens[engine.url] - num_tokens

@@ -41,11 +41,8 @@ class MessageParser:
         self._tools = None if form.tools is None else tool_parser(form.tool_format, form.tools)
         self._only_one_call = form.tools is not None and not form.tools.is_parallel
         self._has_calls = False
-
-    @property
-    def is_plain(self) -> bool:
+        self.is_plain = not form.has_parts
         """All text is content."""
-        return self._splitter is None and self._tools is None
 
     @property
     def is_thinking(self) -> bool:

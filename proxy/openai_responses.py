@@ -26,18 +26,15 @@ class Usage(msgspec.Struct, frozen=True):
     """A part of the completion."""
 
     def as_json(self) -> Json:
-        return {
+        usage: Json = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-            **self._reasoning_details(),
         }
-
-    def _reasoning_details(self) -> Json:
-        if not self.num_reasoning_tokens:
-            return {}
-        return {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
+        if self.num_reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
 
 
 @dataclass(frozen=True, slots=True)

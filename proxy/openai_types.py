@@ -92,22 +92,14 @@ class GenerationRequest(SamplingFields):
     """From a router of others, which drives the two legs itself."""
 
     @model_validator(mode="after")
-    def _one_leg_is_not_streamed(self) -> Self:
-        if self.is_prompt_leg and self.stream:
+    def _fields_go_together(self) -> Self:
+        if self.stream and self.kv_transfer_params is not None and self.is_prompt_leg:
             raise PydanticCustomError("invalid", "not allowed with do_remote_decode", {"field": "stream"})
-        return self
-
-    @model_validator(mode="after")
-    def _options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
                 "invalid", "only allowed with stream: true", {"field": "stream_options"}
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_is_thrown_away(self) -> Self:
-        if self.best_of not in (None, self.n or 1):
+        if self.best_of is not None and self.best_of != (self.n or 1):
             raise PydanticCustomError("unsupported", "only supported when it equals n", {"field": "best_of"})
         return self
 
@@ -215,7 +207,7 @@ class TextRequest(GenerationRequest):
     def _fields_agree(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("invalid", "0 is only allowed with echo: true", {"field": "max_tokens"})
-        if self.num_prompt_logprobs is not None and self.kv_transfer_params is not None:
+        if self.kv_transfer_params is not None and self.num_prompt_logprobs is not None:
             raise PydanticCustomError(
                 "unsupported",
                 "not supported with echo and kv_transfer_params",
@@ -282,13 +274,13 @@ ASKS_FOR_NOTHING: Mapping[str, tuple[object, ...]] = {
 }
 """Fields that are not supported, with the values (beside null) that change nothing."""
 
-_ONLY_IN_CHAT: Mapping[str, tuple[object, ...]] = {"echo": (False,)}
-_ONLY_IN_TEXT: Mapping[str, tuple[object, ...]] = {"tools": ([],), "tool_choice": ("none", "auto")}
+_IN_CHAT = {**ASKS_FOR_NOTHING, "echo": (False,)}
+_IN_TEXT = {**ASKS_FOR_NOTHING, "tools": ([],), "tool_choice": ("none", "auto")}
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    return parse_body(ChatRequest, body, {**ASKS_FOR_NOTHING, **_ONLY_IN_CHAT})
+    return parse_body(ChatRequest, body, _IN_CHAT)
 
 
 def parse_text(body: bytes) -> TextRequest:
-    return parse_body(TextRequest, body, {**ASKS_FOR_NOTHING, **_ONLY_IN_TEXT})
+    return parse_body(TextRequest, body, _IN_TEXT)

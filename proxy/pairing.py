@@ -1,7 +1,7 @@
 """Which engines serve a request: pure functions over a snapshot of the fleet."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
@@ -20,10 +20,10 @@ class Pair:
     completion: Engine
     lender: Engine | None = None
     """The completion engine that should have more of the prompt cached than the prompt engine has."""
+    engines: tuple[Engine, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        return (self.prompt, self.completion)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "engines", (self.prompt, self.completion))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Single:
     """A NORMAL engine, which serves a request alone."""
 
     normal: Engine
+    engines: tuple[Engine, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        return (self.normal,)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "engines", (self.normal,))
 
 
 Route = Pair | Single
@@ -85,9 +85,8 @@ def choose_route(
 
     NORMAL engines serve short and mostly cached prompts, if the rules say so, and all where no pair is left.
     """
-    completions = fleet.routable("completion")
-    prompts = [engine for engine in fleet.routable("prompt") if _partners(engine, completions)]
-    normals = fleet.routable("normal")
+    completions, normals = fleet.routable("completion"), fleet.routable("normal")
+    prompts = _paired_prompts(fleet)
     if normals:
         candidates = known.candidates(_in_zone(normals, rules.zone))
         normal = POLICIES[rules.normal](candidates, ask)
@@ -122,6 +121,12 @@ def _choose_pair(
     ask = msgspec.structs.replace(ask, turn=ask.turn // len(near))
     completion = POLICIES[rules.completion](known.candidates(partners), ask).engine
     return Pair(prompt, completion, _lender(prompt, _partners(prompt, completions), known))
+
+
+@lru_cache(maxsize=8)
+def _paired_prompts(fleet: FleetSnapshot) -> Sequence[Engine]:
+    completions = fleet.routable("completion")
+    return [engine for engine in fleet.routable("prompt") if _partners(engine, completions)]
 
 
 def _lender(prompt: Engine, completions: Sequence[Engine], known: Knowledge) -> Engine | None:
@@ -159,7 +164,11 @@ def explain_missing_route(fleet: FleetSnapshot) -> str:
 
 def max_model_len(route: HasEngines) -> int:
     """The tokens of prompt and completion together that every engine of the route takes."""
-    return min([_info(engine).max_model_len for engine in route.engines])
+    first, *others = route.engines
+    limit = _info(first).max_model_len
+    for engine in others:
+        limit = min(limit, _info(engine).max_model_len)
+    return limit
 
 
 @lru_cache(maxsize=8)

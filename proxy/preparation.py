@@ -95,26 +95,21 @@ class Preparation:
         `session`: requests that bear the same one may be sent to the same engines.
         """
         try:
-            return await self._prepared(request, session)
+            if request.model not in self._model_names:
+                raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
+            params = request.kv_transfer_params
+            is_leg = params is not None and params.is_of_leg
+            longest = longest_of_any if is_leg else longest_model_len
+            max_tokens = longest(self._routes.snapshot())
+            if max_tokens is None:
+                raise self._not_serving()
+            sampling = _sampling_fields(request, self._text.vocab_size)
+            prompts = await self._rendered(request, max_tokens)
+            if is_leg and len(prompts) > 1:
+                raise BadRequest(f"{FIELD} are of one prompt, and there are {len(prompts)}", param="prompt")
+            return [self._prepare_prompt(request, prompt, sampling, session) for prompt in prompts]
         except RecursionError:  # schemas and messages are walked through in many places
             raise BadRequest("the body's JSON is nested too deeply", code="invalid_json") from None
-
-    async def _prepared(
-        self, request: ChatRequest | TextRequest, session: str | None
-    ) -> list[PreparedPrompt]:
-        if request.model not in self._model_names:
-            raise UnknownModel(f"the model {request.model!r} does not exist", param="model")
-        params = request.kv_transfer_params
-        is_leg = params is not None and params.is_of_leg
-        longest = longest_of_any if is_leg else longest_model_len
-        max_tokens = longest(self._routes.snapshot())
-        if max_tokens is None:
-            raise self._not_serving()
-        sampling = _sampling_fields(request, self._text.vocab_size)
-        prompts = await self._rendered(request, max_tokens)
-        if is_leg and len(prompts) > 1:
-            raise BadRequest(f"{FIELD} are of one prompt, and there are {len(prompts)}", param="prompt")
-        return [self._prepare_prompt(request, prompt, sampling, session) for prompt in prompts]
 
     def _not_serving(self) -> NotServing:
         reason = explain_missing_route(self._routes.snapshot())

@@ -15,7 +15,7 @@ completion engine has not taken over by then is withdrawn from the prompt engine
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import TypeAlias
@@ -95,13 +95,13 @@ def _to_nobody(failure: EngineFailure) -> None:
     return None
 
 
-async def run_prompt(
+def run_prompt(
     calls: EngineCalls,
     route: Route,
     work: PromptWork,
     sinks: Sequence[TokenSink],
     pass_on: PassOn = _to_nobody,
-) -> None:
+) -> Coroutine[None, None, None]:
     """Feed each choice's sink with its tokens, the last batch with its finish reason.
 
     Raises the `EngineFailure` that ended one of them otherwise, and with it all.
@@ -109,9 +109,9 @@ async def run_prompt(
     assert len(sinks) == work.num_completions
     match route:
         case Pair(prompt, completion, lender):
-            await _PairFlow(calls, prompt, completion, work, sinks, lender, pass_on).run()
+            return _PairFlow(calls, prompt, completion, work, sinks, lender, pass_on).run()
         case Single(normal):
-            await _run_single(calls, normal, work, sinks)
+            return _run_single(calls, normal, work, sinks)
 
 
 async def _run_single(

@@ -1,20 +1,18 @@
 """Every answer has an `x-request-id`: the client's, where it is one, or a fresh one."""
 
 import re
-import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from proxy.asgi import ASGIApp, Message, Receive, Scope, Send
+from proxy.unguessable import new_id
 
 HEADER = b"x-request-id"
-_VALID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
+_VALID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The id that the client gave; None for none, or one that could break a log line."""
-    given = next((value for name, value in headers if name == HEADER), b"")
-    return given if _VALID.fullmatch(given) else None
+def accepted_id(given: str | None) -> str | None:
+    """The id that a client gave; None for none, or one that could break a log line."""
+    return given if given is not None and _VALID.fullmatch(given) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +30,8 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
                 if all(name != HEADER for name, _ in headers):
-                    given = client_request_id(scope["headers"])
-                    message["headers"] = [*headers, (HEADER, given or secrets.token_hex(16).encode())]
+                    given = dict(scope["headers"]).get(HEADER, b"").decode("latin-1")
+                    message["headers"] = [*headers, (HEADER, (accepted_id(given) or new_id()).encode())]
             await send(message)
 
         await self.app(scope, receive, send_with_id)

@@ -29,6 +29,7 @@ class Routes:
 
     def __init__(self, directory: EngineDirectory, loads: EngineLoads, rules: PairingRules) -> None:
         self._directory = directory
+        self.snapshot = directory.snapshot
         self._loads = loads
         self._rules = rules
         self._prefixes = PrefixIndex()
@@ -39,9 +40,6 @@ class Routes:
     def num_queued_tokens(self) -> Mapping[str, int]:
         """Tokens of open legs by engine's URL."""
         return self._loads.num_queued_tokens
-
-    def snapshot(self) -> FleetSnapshot:
-        return self._directory.snapshot()
 
     def first(self, prompt_token_ids: Sequence[int], num_tokens: int, session: str | None) -> Route | None:
         """The route of a new prompt, if there is one among engines that take `num_tokens`, or any."""

@@ -70,3 +70,7 @@ def _failure_table(string: str) -> tuple[int, ...]:
             length += 1
         table[index] = length
     return tuple(table)
+
+
+NO_STOPS = StopStrings(())
+"""For everybody: nothing is remembered where nothing is looked for."""

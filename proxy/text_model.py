@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
@@ -108,9 +109,9 @@ class TextModel:
         return await self._run(work, _size(messages) if is_plain else INLINE_CHARS + 1)
 
     async def text_prompt(self, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> TokenIds:
-        def work() -> TokenIds:
+        if len(text) <= INLINE_CHARS:
             return self._encode(text, "prompt", max_tokens, add_special_tokens=add_special_tokens)
-
+        work = partial(self._encode, text, "prompt", max_tokens, add_special_tokens=add_special_tokens)
         return await self._run(work, len(text))
 
     async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

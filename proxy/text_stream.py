@@ -7,7 +7,7 @@ import msgspec
 
 from proxy.detokenizer import Vocabulary
 from proxy.native.loading import Words
-from proxy.stop_strings import StopStrings
+from proxy.stop_strings import NO_STOPS, StopStrings
 from proxy.token_text import TokenText, token_text
 from wire.services import OutputToken
 
@@ -41,7 +41,7 @@ class TextStream:
         """
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.detokenizer(visible_ids)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops) if stops else NO_STOPS
         self._end_token_ids = end_token_ids
         self._with_logprobs = with_logprobs
         self._held: list[TokenText] = []

@@ -77,7 +77,9 @@ class TokenLinks:
 
     async def open(self, engine: Engine, request: CompletionRequest) -> LinkedLeg:
         """A stream that the engine has been asked for; raises `EngineUnreachable`."""
-        link = await self._link(engine)
+        link = self._links.get(engine.url)
+        if link is None or link.is_closed:
+            link = await self._new_link(engine)
         return link.open(engine, request, self._waits)
 
     def close(self) -> None:
@@ -90,11 +92,8 @@ class TokenLinks:
         """Once nothing is open, no link knows of a stream."""
         assert not any(link.num_streams for link in self._links.values())
 
-    async def _link(self, engine: Engine) -> "TokenLink":
+    async def _new_link(self, engine: Engine) -> "TokenLink":
         """All who need a new link wait for the same attempt, and fail with it."""
-        link = self._links.get(engine.url)
-        if link is not None and not link.is_closed:
-            return link
         try:
             async with self._waits.on(engine, None):
                 link = await asyncio.shield(self._attempt(engine.url))

@@ -1,37 +1,35 @@
 """Random ids and seeds that nobody can guess, drawn from the kernel many at a time."""
 
 import os
+import struct
 
-POOL_BYTES = 4096
+NUM_DRAWN = 128
+ID_BYTES = 16
+_SEEDS = struct.Struct(f"<{NUM_DRAWN}Q")
 
-
-class _Pool:
-    def __init__(self) -> None:
-        self._bytes = b""
-        self._start = 0
-        os.register_at_fork(after_in_child=self._forget)
-
-    def take(self, num_bytes: int) -> bytes:
-        """Never the same ones twice; at most POOL_BYTES."""
-        end = self._start + num_bytes
-        if end > len(self._bytes):
-            self._bytes, self._start, end = os.urandom(POOL_BYTES), 0, num_bytes
-        taken = self._bytes[self._start : end]
-        self._start = end
-        return taken
-
-    def _forget(self) -> None:
-        self._bytes, self._start = b"", 0
-
-
-_pool = _Pool()
+_ids: list[str] = []
+_seeds: list[int] = []
 
 
 def new_id() -> str:
     """128 bits, in hexadecimal."""
-    return _pool.take(16).hex()
+    if not _ids:
+        drawn = os.urandom(NUM_DRAWN * ID_BYTES).hex()
+        _ids.extend(drawn[start : start + 2 * ID_BYTES] for start in range(0, len(drawn), 2 * ID_BYTES))
+    return _ids.pop()
 
 
 def new_seed() -> int:
     """63 bits."""
-    return int.from_bytes(_pool.take(8), "little") >> 1
+    if not _seeds:
+        _seeds.extend(_SEEDS.unpack(os.urandom(_SEEDS.size)))
+    return _seeds.pop() >> 1
+
+
+def _forget() -> None:
+    """Two processes must not draw the same."""
+    _ids.clear()
+    _seeds.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

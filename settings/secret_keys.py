@@ -34,6 +34,7 @@ class SecretKeys:
         """Raises `SecretKeysError` where the file is not good now."""
         self._given = tuple(key for key in given if key)
         self._file = file
+        self.is_required = bool(self._given) or file is not None
         self._clock = clock
         self._stamp: Stamp | None = None
         self._from_file: tuple[str, ...] = ()
@@ -41,10 +42,6 @@ class SecretKeys:
             self._from_file = self._read(file)
         self._hash()
         self._next_check_s = clock() + CHECK_INTERVAL_S
-
-    @property
-    def is_required(self) -> bool:
-        return bool(self._given) or self._file is not None
 
     def first(self) -> str | None:
         """The key to show to others: the file's first, else the first one given."""

@@ -83,14 +83,12 @@ def check_replay(
     num_completions: int,
 ) -> None:
     """`ValueError` where the last prompt ids cannot be the beginning of a completion that goes on."""
-    if not num_replayed_tokens:
-        return
     if not 0 <= num_replayed_tokens <= max(0, min(len(prompt_token_ids), sampling.max_tokens) - 1):
         raise ValueError(
             f"num_replayed_tokens must leave a prompt and a token of max_tokens {sampling.max_tokens} to "
             f"generate, got {num_replayed_tokens} of {len(prompt_token_ids)} ids"
         )
-    if num_completions > 1:
+    if num_replayed_tokens and num_completions > 1:
         raise ValueError(f"num_replayed_tokens needs num_completions 1, got {num_completions}")
 
 
@@ -119,9 +117,12 @@ class PromptRequest:
     """May have more of the prompt cached than the prompt engine: the answers of earlier turns."""
 
     def __post_init__(self) -> None:
-        check_cache_salt(self.cache_salt)
-        check_num_completions(self.num_completions)
-        check_replay(self.num_replayed_tokens, self.prompt_token_ids, self.sampling, self.num_completions)
+        if self.cache_salt:
+            check_cache_salt(self.cache_salt)
+        if self.num_completions != 1:
+            check_num_completions(self.num_completions)
+        if self.num_replayed_tokens:
+            check_replay(self.num_replayed_tokens, self.prompt_token_ids, self.sampling, self.num_completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +172,12 @@ class CompletionRequest:
     prompt_engine: PromptEngineAddress | None = None
 
     def __post_init__(self) -> None:
-        check_cache_salt(self.cache_salt)
-        check_num_completions(self.num_completions)
-        check_replay(self.num_replayed_tokens, self.prompt_token_ids, self.sampling, self.num_completions)
+        if self.cache_salt:
+            check_cache_salt(self.cache_salt)
+        if self.num_completions != 1:
+            check_num_completions(self.num_completions)
+        if self.num_replayed_tokens:
+            check_replay(self.num_replayed_tokens, self.prompt_token_ids, self.sampling, self.num_completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
