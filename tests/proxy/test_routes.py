@@ -52,6 +52,7 @@ async def test_a_request_that_is_refused_is_no_trial_and_leaves_no_prefix() -> N
         directory, prompt = running.services.directory, "x" * 100
         watched = directory._watched["prompt", running.engines[0].url]
         watched.breaker = Breaker(num_failures=MAX_FAILURES, open_until_s=0.0)
+        directory._notify()
         refused = await running.complete(prompt=prompt, max_tokens=10**6)
         assert refused.status_code == 400
         assert watched.breaker.trial_until_s == 0.0
