@@ -1,6 +1,7 @@
 """Load a settings class once in `main()`: flags win over environment, environment over defaults."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, TypeVar
@@ -39,6 +40,10 @@ def load_settings(settings_class: type[SettingsT], program: str, argv: Sequence[
         _stop(program, _describe(error, prefix))
 
 
+_USER_OF_URL = re.compile(r"//[^/@\s]*@")
+"""Which may have a password, and messages end up in logs."""
+
+
 def _unknown_variables(settings_class: type[ProcessSettings], prefix: str) -> set[str]:
     if not prefix:
         return set()
@@ -53,7 +58,8 @@ def _describe(error: ValidationError, prefix: str) -> str:
         return message
     name = str(first["loc"][0])
     flag = "--" + name.replace("_", "-")
-    return f"{flag} (or {prefix}{name.upper()}): {message}; got {first['input']!r}"
+    given = _USER_OF_URL.sub("//***@", repr(first["input"]))
+    return f"{flag} (or {prefix}{name.upper()}): {message}; got {given}"
 
 
 def _stop(program: str, message: str) -> NoReturn:

@@ -1,9 +1,10 @@
 """The end of a client's connection."""
 
 import asyncio
+from collections.abc import Callable
 
 from proxy.asgi import Message
-from proxy.client import Client
+from proxy.client import Client, ClientGone
 from proxy.http_protocol import EXCHANGE
 
 
@@ -40,3 +41,39 @@ async def test_the_connection_of_a_client_that_is_given_up_is_cut_and_no_other()
         await asyncio.sleep(0)
         await client.close()
     assert aborted == ["stuck"]
+
+
+class Leaving(StuckExchange):
+    """The test says when its client leaves."""
+
+    def __init__(self) -> None:
+        super().__init__("leaving", [])
+        self.left: Callable[[], None] | None = None
+
+    def on_left(self, left: Callable[[], None]) -> Callable[[], None]:
+        self.left = left
+        return lambda: None
+
+
+async def test_a_client_that_leaves_once_everything_was_sent_has_not_left_its_request() -> None:
+    gone: list[ClientGone] = []
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    async def sends(message: Message) -> None:
+        pass
+
+    for is_complete in (False, True):
+        exchange = Leaving()
+        scope = {"headers": [], "extensions": {EXCHANGE: exchange}}
+        client = Client(scope, receive, sends, stall_timeout_s=5.0, max_backlog_bytes=10)
+        client.watch(gone.append)
+        client.send_events(b"x")
+        if is_complete:
+            await client.end_events(b"y")
+        assert exchange.left is not None
+        exchange.left()
+        assert len(gone) == 1, "the first has, the second has not"
+        client.unwatch()
+        await client.close()

@@ -49,6 +49,19 @@ def test_a_bad_value_stops_the_start_by_name(
     assert f"TANDEM_PROXY_{flag.replace('-', '_').upper()}" in lines[0]
 
 
+@pytest.mark.parametrize("role", ["prompt", "completion", "normal"])
+def test_an_engines_url_with_a_user_is_refused_and_its_password_is_not_printed(
+    role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load(f"--{role}-url", "http://user:geheim@host:1")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--{role}-url" in line
+    assert "--service-token" in line
+    assert "host:1" in line
+    assert "geheim" not in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -88,6 +88,27 @@ async def test_endpoints_that_are_not_served_say_so(running: Stack, path: str, c
     assert (response.status_code, response.json()["error"]["code"]) == (404, code)
 
 
+@pytest.mark.parametrize("is_behind_tls", [False, True])
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("POST", "/v1/chat/completions/", "unsupported_endpoint"),
+        ("POST", "/v1/completions/", "unknown_url"),
+        ("POST", "/v1/responses/", "unsupported_endpoint"),
+        ("POST", "/tokenize/", "unknown_url"),
+        ("GET", "/v1/models/", "model_not_found"),
+    ],
+)
+async def test_a_trailing_slash_is_not_found_and_leads_nowhere(
+    running: Stack, method: str, path: str, code: str, is_behind_tls: bool
+) -> None:
+    headers = {"x-forwarded-proto": "https"} if is_behind_tls else {}
+    response = await running.client.request(method, path, headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, code)
+    assert "location" not in response.headers
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/models"])
 async def test_a_wrong_base_url_is_told(path: str) -> None:
     answering = Answering("ok")
