@@ -7,6 +7,7 @@ any other decoder goes through `Tokenizer.decode` on a short window.
 
 import codecs
 import json
+import weakref
 from collections.abc import Collection
 from typing import Protocol
 
@@ -81,7 +82,9 @@ class Vocabulary:
     def words(self) -> Words:
         """The table of compiled streams; special tokens are no text there."""
         if self._words is None:
-            self._words = Words(self._word, to_json)
+            vocabulary = weakref.proxy(self)
+            size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+            self._words = Words(lambda token_id: vocabulary._word(token_id), to_json, size)
         return self._words
 
     def _word(self, token_id: int) -> tuple[bytes, bytes | None]:

@@ -87,11 +87,19 @@ class EventWriter:
     async def end(self) -> None:
         """Return when everything is sent, and the end of the stream behind it."""
         self._is_ended = True
+        self._shut_outlet()
         self._write()
         if not self._sent_all.done():
             await asyncio.wait((self._sent_all, self._gave_up), return_when=asyncio.FIRST_COMPLETED)
 
+    def _shut_outlet(self) -> None:
+        """For good: what follows on this connection is another response."""
+        if self.outlet is not None:
+            self.outlet.is_behind = True
+
     async def close(self) -> None:
+        self._is_ended = True
+        self._shut_outlet()
         self._watch.cancel()
         self._sent_all.cancel()
         if self._waiting is not None:
@@ -142,7 +150,7 @@ class EventWriter:
             self._waiting = None
 
     def _caught_up(self) -> None:
-        if self.outlet is not None:
+        if self.outlet is not None and not self._is_ended:
             self.outlet.is_behind = False
 
     def _next_part(self) -> tuple[Coroutine[Any, Any, None], int]:

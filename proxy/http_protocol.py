@@ -49,6 +49,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._pause_outlet(True)
+        self._outlet = None
         left, self._left = self._left, None
         if left is not None:
             left()
@@ -113,7 +114,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def make_outlet(self, is_paused: bool) -> Outlet:
         """See `Exchange.make_outlet`."""
-        self._outlet = Outlet(self.heads_wait.pass_on, is_paused)
+        self._outlet = Outlet(self.heads_wait.pass_on, is_paused or self.transport.is_closing())
         return self._outlet
 
     def on_left(self, left: Callable[[], None]) -> Callable[[], None]:

@@ -294,7 +294,7 @@ class TokenLink(asyncio.Protocol):
                 self.close(f"it was refused with status {head.status}")
                 return
             for data in self._splitter.push(body):
-                if rest := self._take_plain(data):
+                if (rest := self._take_plain(data)) or not data:
                     self._put(decode_to_proxy(rest))
             self._flush_plain()
         except (MalformedResponse, FrameTooLong, msgspec.MsgspecError) as error:

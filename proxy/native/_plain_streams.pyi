@@ -11,9 +11,12 @@ class Words:
     """What tokens look like; shared by all streams of a vocabulary."""
 
     def __new__(
-        cls, lookup: Callable[[int], tuple[bytes, bytes | None]], to_json: Callable[[str], bytes]
+        cls, lookup: Callable[[int], tuple[bytes, bytes | None]], to_json: Callable[[str], bytes], size: int
     ) -> Words:
-        """`lookup` is asked once for each token: its bytes, and as JSON if it is whole characters."""
+        """`lookup` is asked once for each token: its bytes, and as JSON if it is whole characters.
+
+        Ids from `size` on are left to Python.
+        """
 
 @final
 class Outlet:

@@ -15,6 +15,13 @@ REASON: str | None = None
 try:
     from proxy.native._plain_streams import SOURCES, Outlet, PlainStream, PlainStreams, Words
 except ImportError as error:
+    from proxy.native.absent import (  # type: ignore[assignment]
+        Outlet,
+        PlainStream,
+        PlainStreams,
+        Words,
+    )
+
     REASON = f"it was not built, for want of a C++ compiler when Tandem was installed ({error})"
 else:
     if digest_of(Path(__file__).parent / "src") not in (None, SOURCES):

@@ -2,7 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from proxy.event_writer import EventWriter
+from proxy.native.loading import IS_COMPILED, Outlet
 
 
 class Connection:
@@ -104,3 +107,23 @@ async def test_a_client_that_reads_nothing_for_long_is_given_up() -> None:
     async with asyncio.timeout(1):
         await gave_up
     await events.close()
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="nothing compiled")
+async def test_an_outlet_is_free_only_while_nothing_waits_and_never_behind_the_end() -> None:
+    connection = Connection()
+    events, outlet = writer(connection), Outlet(lambda data: None)
+    events.put(b"a")
+    events.share(outlet)
+    assert outlet.is_behind, "a is to leave first"
+    await asyncio.sleep(0)
+    assert not outlet.is_behind
+    events.put(b"b")
+    assert outlet.is_behind
+    await asyncio.sleep(0)
+    assert not outlet.is_behind
+    await events.end()
+    assert outlet.is_behind
+    await events.close()
+    assert outlet.is_behind
+    assert [data for data, _ in connection.parts] == [b"a", b"b", b""]

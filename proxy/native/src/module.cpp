@@ -1,8 +1,9 @@
-// The Python types of proxy/native/_plain_streams.pyi. No object here is part of a circle: streams refer to
-// what takes their events, and nothing of that refers to streams.
+// The Python types of proxy/native/_plain_streams.pyi. The garbage collector does not look into them: whoever gives
+// one a reference to itself, to a table of words or to an outlet, must take care of the circle.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <structmember.h>
+
+#include <new>
 
 #include "streams.h"
 
@@ -27,6 +28,16 @@ PyObject* made(PyTypeObject* type, std::shared_ptr<Content> content) {
     return self;
 }
 
+// No exception of C++ may reach Python.
+template <typename Work>
+PyObject* guarded(Work work) {
+    try {
+        return work();
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+}
+
 template <typename Content>
 void destroy(PyObject* self) {
     PyTypeObject* type = Py_TYPE(self);
@@ -41,11 +52,12 @@ PyTypeObject *words_type, *outlet_type, *stream_type, *streams_type;
 // Words
 
 PyObject* new_words(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-    static const char* names[] = {"lookup", "to_json", nullptr};
+    static const char* names[] = {"lookup", "to_json", "size", nullptr};
     PyObject *lookup, *to_json;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO", const_cast<char**>(names), &lookup, &to_json))
+    Py_ssize_t size;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn", const_cast<char**>(names), &lookup, &to_json, &size))
         return nullptr;
-    return made(type, std::make_shared<Words>(lookup, to_json));
+    return guarded([&] { return made(type, std::make_shared<Words>(lookup, to_json, size)); });
 }
 
 // Outlet
@@ -56,10 +68,12 @@ PyObject* new_outlet(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     int is_paused = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p", const_cast<char**>(names), &write, &is_paused))
         return nullptr;
-    auto outlet = std::make_shared<Outlet>();
-    outlet->write = borrowed(write);
-    outlet->is_paused = is_paused;
-    return made(type, std::move(outlet));
+    return guarded([&] {
+        auto outlet = std::make_shared<Outlet>();
+        outlet->write = borrowed(write);
+        outlet->is_paused = is_paused;
+        return made(type, std::move(outlet));
+    });
 }
 
 template <bool Outlet::*Flag>
@@ -69,6 +83,7 @@ PyObject* get_flag(PyObject* self, void*) {
 
 template <bool Outlet::*Flag>
 int set_flag(PyObject* self, PyObject* value, void*) {
+    if (!value) PyErr_SetString(PyExc_AttributeError, "this cannot be deleted");
     int flag = value ? PyObject_IsTrue(value) : -1;
     if (flag >= 0) content_of<Outlet>(self).*Flag = flag;
     return flag < 0 ? -1 : 0;
@@ -95,16 +110,18 @@ PyObject* new_stream(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
         return nullptr;
     if (outlet != Py_None && !PyObject_TypeCheck(outlet, outlet_type))
         return PyErr_Format(PyExc_TypeError, "outlet must be an Outlet or None, got %R", outlet);
-    auto stream = std::make_shared<Stream>();
-    stream->words = reinterpret_cast<Object<Words>*>(words)->content;
-    stream->choice = choice;
-    stream->next_index = next_index;
-    stream->last_s = last_s;
-    stream->before.assign(before, num_before);
-    stream->after.assign(after, num_after);
-    if (outlet != Py_None) stream->outlet = reinterpret_cast<Object<Outlet>*>(outlet)->content;
-    stream->put = borrowed(put);
-    return made(type, std::move(stream));
+    return guarded([&] {
+        auto stream = std::make_shared<Stream>();
+        stream->words = reinterpret_cast<Object<Words>*>(words)->content;
+        stream->choice = choice;
+        stream->next_index = next_index;
+        stream->last_s = last_s;
+        stream->before.assign(before, num_before);
+        stream->after.assign(after, num_after);
+        if (outlet != Py_None) stream->outlet = reinterpret_cast<Object<Outlet>*>(outlet)->content;
+        stream->put = borrowed(put);
+        return made(type, std::move(stream));
+    });
 }
 
 PyObject* stream_stop(PyObject* self, PyObject*) {
@@ -161,8 +178,10 @@ PyObject* streams_add(PyObject* self, PyObject* args) {
     unsigned long long number;
     PyObject* stream;
     if (!PyArg_ParseTuple(args, "KO!", &number, stream_type, &stream)) return nullptr;
-    content_of<Streams>(self).by_number[number] = reinterpret_cast<Object<Stream>*>(stream)->content;
-    Py_RETURN_NONE;
+    return guarded([&]() -> PyObject* {
+        content_of<Streams>(self).by_number[number] = reinterpret_cast<Object<Stream>*>(stream)->content;
+        Py_RETURN_NONE;
+    });
 }
 
 // What the stream has taken leaves now, before whatever its owner sends next.
@@ -174,7 +193,7 @@ PyObject* streams_remove(PyObject* self, PyObject* number) {
         auto stream = std::move(found->second);
         by_number.erase(found);
         stream->is_stopped = true;
-        if (!stream->flush()) return nullptr;
+        if (!stream->flush()) PyErr_WriteUnraisable(stream->put.get());  // its owner goes on behind it all the same
     }
     Py_RETURN_NONE;
 }
@@ -183,12 +202,16 @@ PyObject* streams_take(PyObject* self, PyObject* args) {
     Py_buffer frame;
     double now_s;
     if (!PyArg_ParseTuple(args, "y*d", &frame, &now_s)) return nullptr;
-    PyObject* rest = content_of<Streams>(self).take(static_cast<const uint8_t*>(frame.buf), frame.len, now_s);
+    PyObject* rest = guarded([&] {
+        return content_of<Streams>(self).take(static_cast<const uint8_t*>(frame.buf), frame.len, now_s);
+    });
     PyBuffer_Release(&frame);
     return rest;
 }
 
-PyObject* streams_flush(PyObject* self, PyObject*) { return content_of<Streams>(self).flush(); }
+PyObject* streams_flush(PyObject* self, PyObject*) {
+    return guarded([&] { return content_of<Streams>(self).flush(); });
+}
 
 PyMethodDef streams_methods[] = {
     {"add", streams_add, METH_VARARGS, nullptr},   {"remove", streams_remove, METH_O, nullptr},

@@ -1,6 +1,7 @@
 // Reads frames of the token link as far as plain tokens go (wire/token_link.py has the format).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -14,7 +15,6 @@ class Reader {
     bool has_failed() const { return has_failed_; }
     bool is_at_end() const { return at_ == end_; }
     const uint8_t* at() const { return at_; }
-    bool is_nil() const { return at_ < end_ && *at_ == 0xc0; }
 
     uint64_t array() { return header(0x90, 0x0f, 0xdc, 0xdd); }
 
@@ -99,13 +99,11 @@ class Reader {
     bool has_failed_ = false;
 };
 
-constexpr uint64_t MAX_TOKEN_ID = (1 << 24) - 1;  // of no vocabulary; a table of words has them all
-
 constexpr uint64_t NUM_CACHED_TOKENS = 5;  // this field of the first part is the one that counts
 
 // One part of a frame: tokens of one choice, and whether that is all it says.
 struct Part {
-    uint64_t stream = 0, choice = 0, first_index = 0, num_tokens = 0;
+    uint64_t stream = 0, choice = 0, first_index = 0, num_tokens = 0, max_token_id = 0;
     const uint8_t* token_ids = nullptr;  // so many integers of msgpack
     bool is_plain = false;
 
@@ -123,7 +121,7 @@ struct Part {
         part.token_ids = reader.at();
         part.is_plain = part.num_tokens > 0;
         for (uint64_t i = 0; i < part.num_tokens && !reader.has_failed(); ++i)
-            part.is_plain &= reader.unsigned_integer() <= MAX_TOKEN_ID;
+            part.max_token_id = std::max(part.max_token_id, reader.unsigned_integer());
         for (uint64_t field = 4; field < num_fields && !reader.has_failed(); ++field) {
             bool is_nothing = reader.skip_nothing();
             part.is_plain &= is_nothing || field == NUM_CACHED_TOKENS;

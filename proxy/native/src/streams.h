@@ -42,11 +42,17 @@ struct Stream {
     bool take(const Part& part) {
         Reader ids(part.token_ids, SIZE_MAX / 2 < part.num_tokens * 9 ? 0 : part.num_tokens * 9);
         std::string& out = wants_events() ? events : text;
-        size_t size_before = out.size();
+        size_t size_before = out.size(), num_before = token_ids.size();
+        std::string pending_before = pending;
         if (wants_events()) out += before;
         size_t begin = out.size();
-        for (uint64_t i = 0; i < part.num_tokens; ++i)
-            if (!add(static_cast<int64_t>(ids.unsigned_integer()), out)) return false;
+        for (uint64_t i = 0; i < part.num_tokens; ++i) {
+            if (add(static_cast<int64_t>(ids.unsigned_integer()), out)) continue;
+            out.resize(size_before);
+            token_ids.resize(num_before);
+            pending = pending_before;
+            return false;
+        }
         if (wants_events()) {
             if (out.size() == begin)
                 out.resize(size_before);  // an event without text says nothing
@@ -172,7 +178,7 @@ class Streams {
 
     static bool takes(const Stream& stream, const Part& part) {
         return part.is_plain && !stream.is_stopped && part.choice == stream.choice &&
-               part.first_index == stream.next_index;
+               part.first_index == stream.next_index && part.max_token_id < stream.words->size();
     }
 
     std::vector<Span> parts_;

@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -20,9 +21,13 @@ struct Word {
 class Words {
   public:
     // `lookup(token_id)` returns the token's bytes, and its text as JSON or None; `to_json(text)` a text's.
-    Words(PyObject* lookup, PyObject* to_json) : lookup_(borrowed(lookup)), to_json_(borrowed(to_json)) {}
+    Words(PyObject* lookup, PyObject* to_json, size_t size)
+        : size_(size), lookup_(borrowed(lookup)), to_json_(borrowed(to_json)) {}
 
-    // nullptr with an exception set where `lookup` failed.
+    // Ids from here on are no tokens.
+    size_t size() const { return size_; }
+
+    // Of an id below `size`; nullptr with an exception set where `lookup` failed.
     const Word* find(int64_t token_id) {
         auto place = static_cast<size_t>(token_id);
         if (place < words_.size() && words_[place].is_known) return &words_[place];
@@ -33,7 +38,7 @@ class Words {
         if (!PyTuple_Check(pair.get()) ||
             !PyArg_ParseTuple(pair.get(), "y#z#", &bytes, &num_bytes, &json, &num_json))
             return wrong("a token's bytes and its JSON or None");
-        if (place >= words_.size()) words_.resize(place + place / 2 + 1);
+        if (place >= words_.size()) words_.resize(std::min(size_, place + place / 2 + 1));
         Word& word = words_[place];
         word.bytes.assign(bytes, num_bytes);
         word.is_whole = json != nullptr;
@@ -59,6 +64,7 @@ class Words {
         return nullptr;
     }
 
+    size_t size_;
     Owned lookup_, to_json_;
     std::vector<Word> words_;
 };

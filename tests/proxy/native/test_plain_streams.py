@@ -1,5 +1,6 @@
 """The compiled path against the one in Python, which does the same for one token at a time."""
 
+import weakref
 from collections.abc import Sequence
 
 import msgspec
@@ -23,8 +24,11 @@ BEFORE, AFTER = b'data: {"text":"', b'"}\n\n'
 NOTHING = b""
 
 
+VOCABULARY = Vocabulary(TOKENIZER)
+
+
 def words() -> Words:
-    return Vocabulary(TOKENIZER).words()
+    return VOCABULARY.words()
 
 
 def stream(put: list[bytes] | None = None, outlet: Outlet | None = None, next_index: int = 0) -> PlainStream:
@@ -107,7 +111,7 @@ def test_without_a_taker_of_events_the_text_is_kept() -> None:
         StreamPart(1, first_index=1, token_ids=(7,), logprobs=(None,)),
         StreamPart(1, choice=1, first_index=1, token_ids=(7,)),
         StreamPart(1, first_index=1),
-        StreamPart(1, first_index=1, token_ids=(1 << 24,)),
+        StreamPart(1, first_index=1, token_ids=(7, 1 << 40)),
         StreamPart(1, error=ServiceError(message="m", type="server_error", code="c")),
     ],
 )
@@ -170,9 +174,9 @@ def test_any_bytes_are_left_or_are_tokens(data: bytes) -> None:
         assert len(left) + (one.next_index > 0) >= min(len(parts), 1)
 
 
-@given(runs=st.lists(st.lists(st.integers(0, END_ID + 3), min_size=1, max_size=4), max_size=12))
+@given(runs=st.lists(st.lists(st.integers(0, END_ID), min_size=1, max_size=4), max_size=12))
 def test_events_are_those_of_python(runs: Sequence[Sequence[int]]) -> None:
-    """Over parts of characters, garbage, special tokens and unknown ones."""
+    """Over parts of characters, garbage and special tokens."""
     chunks = ResponseBuilder("chat", "id", "model", 1).content_chunks(0)
     expected, python = b"", TextStream(Vocabulary(TOKENIZER))
     put, index = list[bytes](), 0
@@ -195,6 +199,38 @@ def test_events_are_those_of_python(runs: Sequence[Sequence[int]]) -> None:
     assert end.push(last, "length") == python.push(last, "length")
 
 
+def test_a_part_whose_text_cannot_be_made_leaves_nothing_behind() -> None:
+    def lookup(token_id: int) -> tuple[bytes, bytes]:
+        if token_id == 2:
+            raise MemoryError
+        return b"a", b'"a"'
+
+    put = list[bytes]()
+    one = PlainStream(
+        Words(lookup, to_json, 10),
+        choice=0,
+        next_index=0,
+        last_s=0.0,
+        before=BEFORE,
+        after=AFTER,
+        outlet=None,
+        put=put.append,
+    )
+    some = streams(s1=one)
+    with pytest.raises(MemoryError):
+        some.take(encoded(StreamPart(1, token_ids=(1, 2))), 0.0)
+    some.remove(1)
+    assert (put, one.token_ids, one.next_index) == ([], [], 0)
+
+
+def test_a_table_of_words_does_not_keep_its_vocabulary() -> None:
+    vocabulary = Vocabulary(TOKENIZER)
+    vocabulary.words()
+    alive = weakref.ref(vocabulary)
+    del vocabulary
+    assert alive() is None
+
+
 def test_a_failing_client_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(data: bytes) -> None:
         raise OSError("gone")
@@ -204,5 +240,7 @@ def test_a_failing_client_does_not_stop_the_others(monkeypatch: pytest.MonkeyPat
     some = streams(s1=stream([], Outlet(fail)), s2=stream(put))
     some.take(encoded(text(1, 0, "a"), text(2, 0, "b")), 0.0)
     some.flush()
-    assert [str(failure) for failure in failures] == ["gone"]
+    some.take(encoded(text(1, 1, "c")), 0.0)
+    some.remove(1)
+    assert [str(failure) for failure in failures] == ["gone", "gone"]
     assert put == [event("b")]

@@ -1,0 +1,13 @@
+"""Names for what was not compiled; nothing makes one of these."""
+
+
+class Words: ...
+
+
+class Outlet: ...
+
+
+class PlainStream: ...
+
+
+class PlainStreams: ...
