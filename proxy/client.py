@@ -94,7 +94,7 @@ class Client:
             self._forget()
         if self._waiting is not None:
             self._waiting.cancel()
-        self._gone = None
+        self._gone = self._forget = self._waiting = None  # one of them is a circle
 
     def _has_left(self, _: object = None) -> None:
         if self._gone is not None and (self._writer is None or not self._writer.has_sent_all):
@@ -160,6 +160,7 @@ class Client:
         """Send nothing more; a client that was given up loses its connection, whatever it has not read."""
         if self._writer is not None:
             await self._writer.close()
+            self._writer = None  # it knows this object
         if self.gave_up.done() and self._exchange is not None:
             self._exchange.abort()
 

@@ -161,6 +161,8 @@ class _Exchange:
         services.metrics.requests.labels(self._api.path, status).value += 1
         if logger.isEnabledFor(logging.INFO):
             self._log(status)
+        # Choices know this object: nobody but the garbage collector would free what is in a circle.
+        self._prompts, self._answer = [], None
 
     async def _serve_until_interrupted(self, body: bytes) -> None:
         """Watches the connection from the first moment on: an engine can be silent for seconds."""

@@ -55,7 +55,9 @@ class EventWriter:
         self._waiting: asyncio.Task[None] | None = None
         self._waiting_since_s = 0.0
         # A timer a stream, not one for every token.
-        self._watch = self._loop.call_later(stall_timeout_s / 4, self._check_stall)
+        self._watch: asyncio.TimerHandle | None = self._loop.call_later(
+            stall_timeout_s / 4, self._check_stall
+        )
 
     @property
     def num_backlog_bytes(self) -> int:
@@ -100,7 +102,9 @@ class EventWriter:
     async def close(self) -> None:
         self._is_ended = True
         self._shut_outlet()
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None  # it knows this object
         self._sent_all.cancel()
         if self._waiting is not None:
             self._waiting.cancel()
