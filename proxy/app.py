@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
-import httpx
 from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -58,7 +57,7 @@ KEEPALIVE_S = 4.0
 """Below the 5 s after which an idle uvicorn closes, so that no request meets a closing connection."""
 
 
-def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient | None = None) -> ProxyApp:
+def create_app(settings: ProxySettings, text: TextModel, http: EngineClient | None = None) -> ProxyApp:
     """The application; its lifespan owns the connections to engines and the tasks that watch them."""
     keys = secret_keys(settings.api_keys, settings.api_keys_file)
     service_token = secret_keys(settings.service_token, settings.service_token_file)
@@ -109,14 +108,14 @@ def create_app(settings: ProxySettings, text: TextModel, http: httpx.AsyncClient
     return app
 
 
-def engine_http_client(service_token: SecretKeys) -> httpx.AsyncClient:
+def engine_http_client(service_token: SecretKeys) -> EngineClient:
     return EngineClient(EngineTransport(idle_s=KEEPALIVE_S), service_token)
 
 
 def _services(
     settings: ProxySettings,
     text: TextModel,
-    http: httpx.AsyncClient,
+    http: EngineClient,
     keys: SecretKeys,
     service_token: SecretKeys,
 ) -> ProxyServices:

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from proxy.engine_transport import Answer, EngineTransport, Origin, origin_of
+from proxy.engine_waits import Patience
 from settings.secret_keys import SecretKeys
 
 NO_TIMEOUT = httpx.Timeout(None)
@@ -59,6 +61,29 @@ class EngineClient(httpx.AsyncClient):
             finally:
                 await response.aclose()
         return response
+
+    async def post_json(
+        self, url: str, content: bytes, patience: Patience, *, connect_timeout_s: float
+    ) -> Answer:
+        """Without httpx's objects, which cost more than all else in a request; see `EngineTransport.post`."""
+        assert isinstance(self._engines, EngineTransport)
+        origin, head = _posting(url)
+        if self._service_token.is_required:
+            head += f"authorization: Bearer {self._service_token.first()}\r\n".encode()
+        request = b"%bcontent-length: %d\r\n\r\n%b" % (head, len(content), content)
+        return await self._engines.post(origin, request, patience, connect_timeout_s=connect_timeout_s)
+
+
+@lru_cache(maxsize=1024)
+def _posting(text: str) -> tuple[Origin, bytes]:
+    url = httpx.URL(text)
+    lines = (
+        b"POST %b HTTP/1.1" % url.raw_path,
+        b"host: " + url.netloc,
+        b"content-type: application/json",
+        b"",
+    )
+    return origin_of(url), b"\r\n".join(lines)
 
 
 @lru_cache(maxsize=1024)

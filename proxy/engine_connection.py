@@ -1,7 +1,8 @@
 """One TCP connection to an engine: a request out, its response in, then perhaps another request."""
 
 import asyncio
-from typing import cast
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias, cast
 
 from proxy.response_parser import MalformedResponse, ResponseHead, ResponseParser
 
@@ -9,8 +10,19 @@ MAX_BUFFERED_BYTES = 1 << 18
 """Unread body beyond this pauses the socket, which in time pauses the engine."""
 
 
+WaitFor: TypeAlias = Callable[[asyncio.Future[None]], Awaitable[None]]
+
+
 class ConnectionBroken(Exception):
     """The connection ended, or spoke no HTTP, before the response was complete."""
+
+
+class NotConnected(Exception):
+    """No connection came about; `is_slow`: not in time."""
+
+    def __init__(self, error: OSError) -> None:
+        self.is_slow = isinstance(error, TimeoutError)
+        super().__init__("timed out" if self.is_slow else str(error) or type(error).__name__)
 
 
 class EngineConnection(asyncio.Protocol):
@@ -32,14 +44,17 @@ class EngineConnection(asyncio.Protocol):
         is_between = self._parser is None or (self._parser.is_complete and self._parser.is_reusable)
         return is_between and not self._is_closed and not self._body
 
-    async def exchange(self, request: bytes) -> ResponseHead:
-        """Send a whole request; returns once the response's head is in. Raises `ConnectionBroken`."""
+    async def exchange(self, request: bytes, wait: WaitFor | None = None) -> ResponseHead:
+        """Send a whole request; returns once the response's head is in. Raises `ConnectionBroken`.
+
+        `wait`: awaits a future, and knows how long that may take.
+        """
         assert self.is_idle
         assert self._transport is not None
         parser = self._parser = ResponseParser()
         self._transport.write(request)
         while parser.head is None:
-            await self._wait()
+            await self._wait(wait)
         return parser.head
 
     async def read(self) -> bytes | None:
@@ -63,13 +78,23 @@ class EngineConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _wait(self) -> None:
+    def whole_body(self) -> bytes | None:
+        """All of the body, where it is here already."""
+        assert self._parser is not None
+        if not self._parser.is_complete:
+            return None
+        data = b"".join(self._body)
+        self._body.clear()
+        self._num_buffered = 0
+        return data
+
+    async def _wait(self, wait: WaitFor | None = None) -> None:
         """Until something arrives; one caller at a time."""
         if self._failure is not None:
             raise self._failure
         self._waiting = asyncio.get_running_loop().create_future()
         try:
-            await self._waiting
+            await (self._waiting if wait is None else wait(self._waiting))
         finally:
             self._waiting = None
 

@@ -11,17 +11,28 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import httpx
+import msgspec
 
 from proxy.connecting import connect
-from proxy.engine_connection import ConnectionBroken, EngineConnection
+from proxy.engine_connection import ConnectionBroken, EngineConnection, NotConnected
+from proxy.engine_waits import Patience
+from proxy.response_parser import ResponseHead
 
 MAX_IDLE_PER_ENGINE = 512
+MAX_ERROR_BYTES = 1 << 16
 
 
 class Origin(NamedTuple):
     scheme: str
     host: str
     port: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A whole response."""
+
+    head: ResponseHead
+    content: bytes
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
@@ -34,9 +45,16 @@ class EngineTransport(httpx.AsyncBaseTransport):
         self._in_use: set[EngineConnection] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        origin = _origin(request.url)
+        origin = origin_of(request.url)
         content = _head(request) + await request.aread()
-        connection = self._take_idle(origin) or await self._connect(origin, request)
+        connection = self._take_idle(origin)
+        if connection is None:
+            timeout_s = request.extensions.get("timeout", {}).get("connect")
+            try:
+                connection = await self._connect(origin, timeout_s)
+            except NotConnected as error:
+                kind = httpx.ConnectTimeout if error.is_slow else httpx.ConnectError
+                raise kind(str(error), request=request) from error.__cause__
         self._in_use.add(connection)
         try:
             head = await connection.exchange(content)
@@ -48,6 +66,26 @@ class EngineTransport(httpx.AsyncBaseTransport):
             raise
         stream = _ResponseStream(self, origin, connection, request)
         return httpx.Response(head.status, headers=head.headers, stream=stream)
+
+    async def post(
+        self, origin: Origin, request: bytes, patience: Patience, *, connect_timeout_s: float
+    ) -> Answer:
+        """Send a whole request, head and body, and read the whole answer, without httpx.
+
+        Raises `NotConnected` and `ConnectionBroken`.
+        """
+        connection = self._take_idle(origin)
+        if connection is None:
+            connection = await patience.within(self._connect(origin, connect_timeout_s))
+        self._in_use.add(connection)
+        try:
+            head = await connection.exchange(request, patience.for_future)
+            content = connection.whole_body()
+            if content is None:
+                content = await patience.within(_rest(connection, head))
+        finally:
+            self.release(origin, connection)
+        return Answer(head, content)
 
     async def aclose(self) -> None:
         for connection in [*self._in_use, *(item for idle in self._idle.values() for item, _ in idle)]:
@@ -85,20 +123,27 @@ class EngineTransport(httpx.AsyncBaseTransport):
             connection.abort()
         return None
 
-    async def _connect(self, origin: Origin, request: httpx.Request) -> EngineConnection:
-        timeout_s = request.extensions.get("timeout", {}).get("connect")
+    async def _connect(self, origin: Origin, timeout_s: float | None) -> EngineConnection:
         is_tls = origin.scheme == "https"
         try:
             async with asyncio.timeout(timeout_s):
                 return await connect(EngineConnection, origin.host, origin.port, is_tls=is_tls)
-        except TimeoutError as error:
-            raise httpx.ConnectTimeout("timed out", request=request) from error
         except OSError as error:
-            raise httpx.ConnectError(str(error), request=request) from error
+            raise NotConnected(error) from error
 
     def _drop(self, connection: EngineConnection) -> None:
         self._in_use.discard(connection)
         connection.abort()
+
+
+async def _rest(connection: EngineConnection, head: ResponseHead) -> bytes:
+    """The whole body; of what is no answer to the request only the beginning."""
+    content = b""
+    while (data := await connection.read()) is not None:
+        content += data
+        if head.status != 200 and len(content) > MAX_ERROR_BYTES:
+            break
+    return content
 
 
 class _ResponseStream(httpx.AsyncByteStream):
@@ -124,7 +169,7 @@ class _ResponseStream(httpx.AsyncByteStream):
             self._owner.release(self._origin, self._connection)
 
 
-def _origin(url: httpx.URL) -> Origin:
+def origin_of(url: httpx.URL) -> Origin:
     return Origin(url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
 
 

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
+
+import msgspec
 
 from proxy.engines import Engine
 from proxy.errors import EngineTooSlow
@@ -41,6 +43,10 @@ class EngineWaits:
         except TimeoutError:
             raise too_slow(engine, timeout_s) from None
 
+    def patience(self, engine: Engine, timeout_s: float | None) -> "Patience":
+        """The same wait again and again."""
+        return Patience(self, engine, timeout_s)
+
     async def for_future(
         self, timeout_s: float | None, engine: Engine, awaited: asyncio.Future[ResultT]
     ) -> ResultT:
@@ -70,6 +76,20 @@ class EngineWaits:
     @property
     def num_waits(self) -> int:
         return len(self._futures) + sum(map(len, self._waits.values()))
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """With one engine, so long each time."""
+
+    waits: EngineWaits
+    engine: Engine
+    timeout_s: float | None
+
+    def within(self, work: Awaitable[ResultT]) -> Coroutine[None, None, ResultT]:
+        return self.waits.within(self.timeout_s, self.engine, work)
+
+    def for_future(self, awaited: asyncio.Future[ResultT]) -> Coroutine[None, None, ResultT]:
+        return self.waits.for_future(self.timeout_s, self.engine, awaited)
 
 
 class EngineWait:

@@ -6,13 +6,16 @@ prompt engine has computed outlives its call: a hand-over that nobody takes is w
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import httpx
 import msgspec
 
+from proxy.engine_client import EngineClient
+from proxy.engine_connection import ConnectionBroken, NotConnected
+from proxy.engine_transport import MAX_ERROR_BYTES
 from proxy.engine_waits import EngineWaits
 from proxy.engines import Engine
 from proxy.errors import (
@@ -46,7 +49,6 @@ DRAIN_S = 0.05
 """Wait for the end of a stream whose last event is in; its connection can then be used again."""
 WITHDRAW_TIMEOUT_S = 2.0
 """A prompt engine that is slower than this frees the blocks when their lease ends."""
-MAX_ERROR_BYTES = 1 << 16
 _JSON_HEADERS = {"content-type": "application/json"}
 
 
@@ -62,7 +64,7 @@ class EngineCalls:
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        http: EngineClient,
         timeouts: LegTimeouts,
         waits: EngineWaits,
         loads: EngineLoads,
@@ -97,12 +99,26 @@ class EngineCalls:
 
     async def prompt(self, engine: Engine, request: PromptRequest) -> PromptResponse:
         """The first token of every choice; cancelling the call aborts the prompt."""
-        timeout_s = self.timeouts.first_byte_s
-        with self.loads.on(engine, len(request.prompt_token_ids)):
-            async with self._open(engine, "/v1/prompt", request, timeout_s) as response:
-                content = await self.waits.within(timeout_s, engine, response.aread())
+        num_tokens = len(request.prompt_token_ids)
+        self.loads.add(engine, num_tokens)
         try:
-            answer = _prompt_decoder.decode(content)
+            posted = await self._http.post_json(
+                engine.url + "/v1/prompt",
+                to_json(request),
+                self.waits.patience(engine, self.timeouts.first_byte_s),
+                connect_timeout_s=self.timeouts.connect_s,
+            )
+        except NotConnected as error:
+            raise EngineUnreachable.because(engine.role, str(error), is_slow=error.is_slow) from error
+        except ConnectionBroken as error:
+            raise _broken(engine, error) from error
+        finally:
+            self.loads.take_off(engine, num_tokens)
+        if posted.head.status != 200:
+            headers = {name.decode(): value.decode("latin-1") for name, value in posted.head.headers}
+            raise _refusal(engine, posted.head.status, headers, posted.content)
+        try:
+            answer = _prompt_decoder.decode(posted.content)
         except msgspec.MsgspecError as error:
             raise EngineBroke(engine.role, f"the prompt engine's answer is not valid: {error}") from None
         if len(answer.choices) != request.num_completions:
@@ -170,7 +186,8 @@ class EngineCalls:
             response = await self.waits.within(timeout_s, engine, sending)
             try:
                 if response.status_code != 200:
-                    raise await _refusal(engine, response)
+                    content = await _some_of(response)
+                    raise _refusal(engine, response.status_code, response.headers, content)
                 yield response
             finally:
                 await response.aclose()
@@ -288,22 +305,30 @@ def _translated(engine: Engine) -> Iterator[None]:
         is_slow = isinstance(error, httpx.ConnectTimeout)
         raise EngineUnreachable.because(role, _reason(error), is_slow=is_slow) from error
     except (httpx.HTTPError, EventStreamTooLong) as error:
-        raise EngineBroke(role, f"the {role} engine's connection failed: {_reason(error)}") from error
+        raise _broken(engine, error) from error
+
+
+def _broken(engine: Engine, error: Exception) -> EngineBroke:
+    return EngineBroke(engine.role, f"the {engine.role} engine's connection failed: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-async def _refusal(engine: Engine, response: httpx.Response) -> EngineFailure:
-    """The engine's own error object where there is one; what is no error at all is a broken protocol."""
-    status = response.status_code
+async def _some_of(response: httpx.Response) -> bytes:
+    """Enough for any error."""
     content = b""
     async for chunk in response.aiter_raw():
         content += chunk
         if len(content) > MAX_ERROR_BYTES:
             break
-    headers = {name: response.headers[name] for name in _PASSED_HEADERS if name in response.headers}
+    return content
+
+
+def _refusal(engine: Engine, status: int, given: Mapping[str, str], content: bytes) -> EngineFailure:
+    """The engine's own error object where there is one; what is no error at all is a broken protocol."""
+    headers = {name: given[name] for name in _PASSED_HEADERS if name in given}
     try:
         error = _error_decoder.decode(content).error
     except msgspec.MsgspecError:

@@ -16,7 +16,6 @@ completion engine has not taken over by then is withdrawn from the prompt engine
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -162,8 +161,8 @@ class _PairFlow:
         """Runs from the prompt engine's answer: until then that engine is the one being waited for."""
         self._prompt_answered = asyncio.Event()
         self._prompt_leg_ended = asyncio.Event()
-        self._completion_answered = asyncio.Event()
-        self._first_tokens_are_out = asyncio.Event()
+        self._completion_answered: asyncio.Future[None] = self._loop.create_future()
+        self._first_tokens_are_out: asyncio.Future[None] = self._loop.create_future()
         self._completion_failure: EngineFailure | None = None
         self._handed_over: tuple[int, ...] = ()
         """Choices that the completion engine serves."""
@@ -183,8 +182,7 @@ class _PairFlow:
     async def _run_legs(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                completion_leg = group.create_task(self._run_completion_leg())
-                group.create_task(self._run_prompt_leg(completion_leg))
+                await self._run_prompt_leg(group.create_task(self._run_completion_leg()))
         except BaseExceptionGroup as failures:
             # Where both failed at once, the prompt leg's reason comes first: it is the earlier stage.
             raise max(failures.exceptions, key=_precedence) from None
@@ -213,7 +211,7 @@ class _PairFlow:
             if wants_more and end is None:
                 self._wanted[choice] = self._sinks[choice]
         if self._wanted:
-            self._first_tokens_are_out.set()
+            _tell(self._first_tokens_are_out)
         else:
             completion_leg.cancel()
 
@@ -247,10 +245,13 @@ class _PairFlow:
         raise failure_from_finish(self._prompt.role, reason)
 
     async def _wait_for_early_refusal(self) -> None:
-        if not self._completion_answered.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self._started_s + REFUSAL_WINDOW_S):
-                    await self._completion_answered.wait()
+        if self._completion_answered.done():
+            return
+        window = self._loop.call_at(self._started_s + REFUSAL_WINDOW_S, _tell, self._completion_answered)
+        try:
+            await self._completion_answered
+        finally:
+            window.cancel()
 
     async def _run_completion_leg(self) -> None:
         while True:
@@ -261,7 +262,7 @@ class _PairFlow:
                 another = self._another_taker(failure)
                 if another is None:
                     self._completion_failure = failure
-                    self._completion_answered.set()
+                    _tell(self._completion_answered)
                     await self._let_prompt_leg_explain(failure)
                     raise
                 self._completion = another
@@ -272,35 +273,37 @@ class _PairFlow:
 
     async def _follow_completion(self) -> None:
         """From the request to the end of its stream."""
-        async with AsyncExitStack() as until_end:
-            leg, first = await self._open_completion_leg(until_end)
-            if first.failure is not None and not first.parts:
-                raise first.failure
-            self._is_taken_over = True
-            self._calls.answered(self._completion)
-            await self._first_tokens_are_out.wait()
-            next_index = self._work.num_replayed_tokens + 1
-            relay = Relay(self._completion, self._handed_over, self._wanted, next_index=next_index)
-            await relay.run(leg, first, self._timeouts.stall_s)
-
-    async def _open_completion_leg(self, until_end: AsyncExitStack) -> tuple[CompletionLeg, LegBatch]:
-        """The leg and its first tokens, which cannot come before the prompt is computed."""
         patience_s = self._timeouts.first_byte_s if self._prompt_answered.is_set() else None
+        patience = self._completion_patience = asyncio.timeout(patience_s)
         try:
-            async with self._calls.waits.on(self._completion, patience_s) as self._completion_patience:
-                leg = await until_end.enter_async_context(
-                    self._calls.completion(self._completion, self._completion_request(), None)
-                )
-                self._completion_answered.set()
-                return leg, await leg.next_batch(None)
+            async with (
+                patience,
+                self._calls.completion(self._completion, self._completion_request(), None) as leg,
+            ):
+                _tell(self._completion_answered)
+                # The first tokens, which cannot come before the prompt is computed.
+                first = await leg.next_batch(None)
+                self._completion_patience = None
+                patience.reschedule(None)
+                await self._relay(leg, first)
         except TimeoutError:
             raise too_slow(self._completion, self._timeouts.first_byte_s) from None
         finally:
             self._completion_patience = None
 
+    async def _relay(self, leg: CompletionLeg, first: LegBatch) -> None:
+        if first.failure is not None and not first.parts:
+            raise first.failure
+        self._is_taken_over = True
+        self._calls.answered(self._completion)
+        await self._first_tokens_are_out
+        next_index = self._work.num_replayed_tokens + 1
+        relay = Relay(self._completion, self._handed_over, self._wanted, next_index=next_index)
+        await relay.run(leg, first, self._timeouts.stall_s)
+
     async def _let_prompt_leg_explain(self, failure: EngineFailure) -> None:
         """Where the hand-over failed: the prompt leg, if it ends the request in time, cancels the caller."""
-        if self._first_tokens_are_out.is_set():
+        if self._first_tokens_are_out.done():
             return
         if not failure.is_of_handover:
             return
@@ -326,6 +329,11 @@ class _PairFlow:
             handover_id=self._work.handover_id,
             prompt_engine=_address_of(self._prompt),
         )
+
+
+def _tell(awaited: asyncio.Future[None]) -> None:
+    if not awaited.done():
+        awaited.set_result(None)
 
 
 def _address_of(engine: Engine) -> PromptEngineAddress:
