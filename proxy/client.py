@@ -51,8 +51,7 @@ class Client:
 
     def header(self, name: bytes) -> str | None:
         """`name` in small letters."""
-        value = self._headers.get(name)
-        return None if value is None else value.decode("latin-1")
+        return self._headers[name].decode("latin-1") if name in self._headers else None
 
     async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
         """The whole body; `BodyTooLarge` as soon as it is known to be longer than `max_bytes`."""

@@ -210,7 +210,9 @@ class _Exchange:
         self._record_routes(prepared)
         answer = self._answer = self._api.answer(request, self._answer_context())
         self._prompts = self._with_choices(request, prepared, answer)
-        num_tokens = sum([len(prompt.prompt_token_ids) for prompt in prepared])
+        num_tokens = 0
+        for prompt in prepared:
+            num_tokens += len(prompt.prompt_token_ids)
         admitted = self._admitted = services.admission.enter(num_tokens, self._priority)
         try:
             if admitted.has_waited:
@@ -233,10 +235,12 @@ class _Exchange:
 
     def _record_routes(self, prepared: Sequence[PreparedPrompt]) -> None:
         """A fallback to an engine that serves alone must be visible to operators and clients."""
-        kinds = [kind_of(prompt.route) for prompt in prepared]
-        for kind in kinds:
+        kinds = set[str]()
+        for prompt in prepared:
+            kind = kind_of(prompt.route)
+            kinds.add(kind)
             self._services.metrics.routes.labels(kind).value += 1
-        self._client.headers["x-tandem-route"] = kinds[0] if len(kinds) == 1 else ",".join(sorted({*kinds}))
+        self._client.headers["x-tandem-route"] = ",".join(sorted(kinds))
 
     def _answer_context(self) -> AnswerContext:
         return AnswerContext(

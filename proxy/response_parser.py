@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_CHUNK_LINE_BYTES = 1 << 10
@@ -18,7 +19,10 @@ class ResponseHead:
     """Names in lower case."""
 
     def header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
 
 class _State(Enum):
@@ -132,9 +136,13 @@ class ResponseParser:
             return False
         data, at = self._rest, self._at
         while (end := data.find(b"\r\n", at, at + MAX_CHUNK_LINE_BYTES)) > 0:
-            if not data[at:end].isalnum():
+            line = data[at:end]
+            if not line.isalnum():
                 break
-            num_bytes = _parse_number(data[at:end], 16)
+            try:
+                num_bytes = int(line, 16)
+            except ValueError:
+                raise _no_length(line) from None
             behind = end + 2 + num_bytes
             if not num_bytes or data[behind : behind + 2] != b"\r\n":
                 break
@@ -175,6 +183,7 @@ class ResponseParser:
         return line
 
 
+@lru_cache(maxsize=64)  # many answers of one second have the same
 def _parse_head(data: bytes) -> tuple[bytes, ResponseHead]:
     status_line, *lines = data.split(b"\r\n")
     version, _, rest = status_line.partition(b" ")
@@ -196,4 +205,8 @@ def _parse_number(text: bytes, base: int) -> int:
             raise ValueError
         return int(text, base)
     except ValueError:
-        raise MalformedResponse(f"not a length: {text[:60]!r}") from None
+        raise _no_length(text) from None
+
+
+def _no_length(text: bytes) -> MalformedResponse:
+    return MalformedResponse(f"not a length: {text[:60]!r}")
