@@ -3,7 +3,7 @@
 `python -m benchmarks.mock_engine --port P --step-s 0.05 --model NAME`: a token for every stream at each
 step, the first one (or `--burst` of them) at once; with `--step-s 0` as fast as the reader takes them.
 OpenAI's endpoints serve routers that pass text through, `/v1/link` serves Tandem's proxy, to which this is a
-NORMAL engine.
+NORMAL engine, or with `--role` one of a pair: the prompt engine answers at once.
 """
 
 import argparse
@@ -19,7 +19,16 @@ import uvloop
 
 from wire.json_body import to_json
 from wire.link_sending import hold_little
-from wire.services import CompletionRequest, EngineInfo
+from wire.services import (
+    CompletionRequest,
+    EngineInfo,
+    EngineRole,
+    FinishReason,
+    OutputToken,
+    PromptChoice,
+    PromptRequest,
+    PromptResponse,
+)
 from wire.token_link import (
     BEAT_S,
     LINK_PATH,
@@ -67,9 +76,10 @@ class Link:
 class MockEngine:
     """All connections of this process; `step` moves every stream on by a token."""
 
-    def __init__(self, model: str, num_at_once: int = 1) -> None:
+    def __init__(self, model: str, num_at_once: int = 1, role: EngineRole = "normal") -> None:
         """`num_at_once`: tokens that a stream of a link begins with."""
         self.model = model
+        self._role = role
         self._num_at_once = num_at_once
         self.text_streams: dict[MockConnection, TextStream] = {}
         self.links: dict[MockConnection, Link] = {}
@@ -101,7 +111,8 @@ class MockEngine:
     def open_link_stream(self, link: Link, message: OpenStream) -> None:
         """Accepted, and its first tokens."""
         request = msgspec.msgpack.decode(message.request, type=CompletionRequest)
-        stream = LinkStream(request.sampling.max_tokens)
+        num_before = 0 if request.handover_id is None else 1  # drawn by the prompt engine
+        stream = LinkStream(request.sampling.max_tokens - num_before, num_before)
         parts = [StreamPart(message.stream, is_accepted=True)]
         for _ in range(min(self._num_at_once, stream.num_left)):
             parts.append(self._part(message.stream, stream))
@@ -118,10 +129,24 @@ class MockEngine:
         """What is asked with GET."""
         match path:
             case "/info":
-                return to_json(_info(self.model))
+                return to_json(_info(self.model, self._role))
             case "/v1/models":
                 return to_json({"object": "list", "data": [{"id": self.model, "object": "model"}]})
         return to_json({"status": "ready", "model_path": self.model, "model_id": self.model})
+
+    def first_token(self, body: bytes) -> bytes:
+        """Of a prompt that a pair's prompt engine has computed."""
+        request = msgspec.json.decode(body, type=PromptRequest)
+        reason: FinishReason | None = "length" if request.sampling.max_tokens == 1 else None
+        choice = PromptChoice(token=OutputToken(index=0, token_id=FIRST_TOKEN_ID), finish_reason=reason)
+        return to_json(
+            PromptResponse(
+                request_id=request.request_id,
+                choices=(choice,),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=0,
+            )
+        )
 
     def _part(self, number: int, stream: LinkStream) -> StreamPart:
         index = stream.index
@@ -195,6 +220,8 @@ class MockConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._parser.get_method() == b"POST" and "completions" in self._path:
             self._generate()
+        elif self._path == "/v1/prompt":
+            self._answer(self._engine.first_token(self._body))
         else:
             self._answer(self._engine.answer(self._path))
 
@@ -238,10 +265,11 @@ def _whole(model: str, is_chat: bool, num_tokens: int) -> bytes:
     return to_json({**head, "choices": [choice], "usage": usage})
 
 
-def _info(model: str) -> EngineInfo:
+def _info(model: str, role: EngineRole) -> EngineInfo:
     return EngineInfo(
-        role="normal",
+        role=role,
         engine_id="mock",
+        control_address="tcp://127.0.0.1:9" if role == "prompt" else None,
         epoch=1,
         model=model,
         compatibility_hash="mock",
@@ -250,14 +278,14 @@ def _info(model: str) -> EngineInfo:
         block_size=16,
         num_usable_blocks=LONGEST,
         num_free_blocks=LONGEST,
-        has_token_link=True,
+        has_token_link=role != "prompt",
         version="0",
     )
 
 
-async def serve(port: int, step_s: float, model: str, num_at_once: int) -> None:
+async def serve(port: int, step_s: float, model: str, num_at_once: int, role: EngineRole) -> None:
     loop = asyncio.get_running_loop()
-    engine = MockEngine(model, num_at_once)
+    engine = MockEngine(model, num_at_once, role)
     await loop.create_server(lambda: MockConnection(engine), "127.0.0.1", port, backlog=2048)
     asyncio.create_task(_every(BEAT_S, engine.beat))  # noqa: RUF006 - the process lives as long as it does
     await _every(step_s, engine.step, engine.can_step)
@@ -280,8 +308,9 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--burst", type=int, default=1)
+    parser.add_argument("--role", choices=("normal", "prompt", "completion"), default="normal")
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.port, arguments.step_s, arguments.model, arguments.burst))
+    uvloop.run(serve(arguments.port, arguments.step_s, arguments.model, arguments.burst, arguments.role))
 
 
 if __name__ == "__main__":

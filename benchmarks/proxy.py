@@ -19,12 +19,14 @@ import uvloop
 from benchmarks.proxy_candidates import (
     OBVIOUS,
     OURS,
+    OURS_IN_PAIRS,
     ROUTERS,
     WITHOUT_TEXT,
     Candidate,
     Running,
     candidates,
     running,
+    tandem_pair,
 )
 from benchmarks.proxy_load import open_streams, small_requests
 from benchmarks.report import Report, argument_parser
@@ -59,7 +61,8 @@ async def main(arguments: argparse.Namespace) -> None:
         rates = await measure_unpaced(some, model)
         add_rows(report, f"{UNPACED_STREAMS} streams, unpaced", "tokens per second", "1/s", rates)
     if "requests" in arguments.rows:
-        await add_request_rows(report, some, model)
+        pairs = [tandem_pair()] if arguments.only in ("", OURS, OURS_IN_PAIRS) else []
+        await add_request_rows(report, some + pairs, model)
     if "text" in arguments.rows:
         report.add(f"{OURS}: text of a token alone", "CPU per token", text_cost_s(model) * 1e6, "us")
     report.finish(arguments.json)
@@ -68,7 +71,7 @@ async def main(arguments: argparse.Namespace) -> None:
 def add_rows(report: Report, case: str, metric: str, unit: str, values: Costs, factor: float = 1.0) -> None:
     """The baseline is the best of the others."""
     medians = {name: median(some) * factor for name, some in values.items()}
-    ours = (OURS, WITHOUT_TEXT)
+    ours = (OURS, OURS_IN_PAIRS, WITHOUT_TEXT)
     others = [value for name, value in medians.items() if name not in ours]
     best = max if unit == "1/s" else min
     for name, value in medians.items():

@@ -5,7 +5,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -15,19 +15,25 @@ from benchmarks.stack_process import free_port
 
 START_S = 40.0
 OURS = "tandem"
+OURS_IN_PAIRS = "tandem, two engines a request"
 OBVIOUS = "FastAPI + httpx"
 WITHOUT_TEXT = "tandem without detokenization"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`command` has `{port}`, `{engine}` (its URL), `{model}`, and `{metrics_port}` where one is needed."""
+    """`command` has `{port}`, `{engine}` (its URL), `{model}`, and `{metrics_port}` where one is needed.
+
+    `is_pair`: the engine is a completion engine, and `{prompt}` is the URL of its prompt engine.
+    """
 
     name: str
     command: Sequence[str]
+    is_pair: bool = False
 
-    def start(self, port: int, engine_url: str, model: str) -> Sequence[str]:
-        fields = {"port": port, "engine": engine_url, "model": model, "metrics_port": free_port()}
+    def start(self, port: int, engine_url: str, prompt_url: str, model: str) -> Sequence[str]:
+        urls = {"engine": engine_url, "prompt": prompt_url}
+        fields = {"port": port, **urls, "model": model, "metrics_port": free_port()}
         return [part.format(**fields) for part in self.command]
 
 
@@ -47,8 +53,17 @@ class Running:
 
 
 def tandem(*flags: str, module: str = "proxy", name: str = OURS) -> Candidate:
-    ours = (module, "--port", "{port}", "--normal-url", "{engine}", "--model", "{model}")
-    return Candidate(name, (sys.executable, "-m", *ours, "--log-level", "warning", *flags))
+    return _tandem(name, module, "--normal-url", "{engine}", *flags)
+
+
+def tandem_pair() -> Candidate:
+    urls = ("--prompt-url", "{prompt}", "--completion-url", "{engine}")
+    return replace(_tandem(OURS_IN_PAIRS, "proxy", *urls), is_pair=True)
+
+
+def _tandem(name: str, module: str, *flags: str) -> Candidate:
+    ours = (module, "--port", "{port}", "--model", "{model}", "--log-level", "warning")
+    return Candidate(name, (sys.executable, "-m", *ours, *flags))
 
 
 def candidates(routers: Mapping[str, Path]) -> list[Candidate]:
@@ -83,16 +98,22 @@ async def running(
         started.append(process)
         return process
 
+    def start_engine(role: str) -> str:
+        port = free_port()
+        engine = {"port": port, "step-s": step_s, "model": model, "burst": burst, "role": role}
+        flags = [part for name, value in engine.items() for part in (f"--{name}", str(value))]
+        start((sys.executable, "-m", "benchmarks.mock_engine", *flags))
+        return f"http://127.0.0.1:{port}"
+
     try:
         proxies = {}
         for candidate in some:
-            engine_port, port = free_port(), free_port()
-            engine = {"port": engine_port, "step-s": step_s, "model": model, "burst": burst}
-            flags = [part for name, value in engine.items() for part in (f"--{name}", str(value))]
-            start((sys.executable, "-m", "benchmarks.mock_engine", *flags))
-            engine_url = f"http://127.0.0.1:{engine_port}"
-            await _until_answered(engine_url)
-            process = start(candidate.start(port, engine_url, model))
+            port, roles = free_port(), ("completion", "prompt") if candidate.is_pair else ("normal",)
+            urls = [start_engine(role) for role in roles]
+            engine_url = urls[0]
+            for url in urls:
+                await _until_answered(url)
+            process = start(candidate.start(port, engine_url, urls[-1], model))
             proxies[candidate.name] = Running(f"http://127.0.0.1:{port}", process, engine_url)
         await asyncio.gather(*(_until_answered(proxy.url) for proxy in proxies.values()))
         await asyncio.gather(*(_until_served(proxy.url, model) for proxy in proxies.values()))
