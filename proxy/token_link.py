@@ -156,6 +156,7 @@ class TokenLink(asyncio.Protocol):
         self._is_paused = False
         """Nothing is read before all of these are passed on, in turns to come."""
         self._legs: dict[int, LinkedLeg] = {}
+        self._unsent: list[bytes] = []
         self._numbers = count(1)
         self._transport: asyncio.Transport | None = None
         self._heard_s = 0.0
@@ -194,9 +195,17 @@ class TokenLink(asyncio.Protocol):
             self._write(frame(CloseStream(number)))
 
     def _write(self, data: bytes) -> None:
+        """With all else that this turn has to say: each write is a call of the kernel."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._unsent.append(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _send(self) -> None:
+        data = b"".join(self._unsent)
+        self._unsent.clear()
         if not self.is_closed:
             assert self._transport is not None
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._transport.write(data)
 
     def _pass_on(self, for_s: float) -> None:
         """What has been read; the rest of it in the next turn where it takes longer than `for_s`."""

@@ -11,13 +11,14 @@ from proxy.engine_waits import EngineWaits
 from proxy.engines import Engine
 from proxy.errors import EngineUnreachable
 from proxy.leg_batch import LegBatch
+from proxy.response_parser import ResponseParser
 from proxy.token_link import TokenLink, TokenLinks
 from settings.secret_keys import SecretKeys
 from tests.proxy.builders import until
 from tests.proxy.mock_engines import MockEngine
 from wire.sampling import SamplingParams
 from wire.services import CompletionRequest
-from wire.token_link import CloseStream, StreamPart, frame
+from wire.token_link import CloseStream, FrameSplitter, OpenStream, StreamPart, decode_to_service, frame
 
 INFO = MockEngine("completion", lambda call: asyncio.sleep(0), has_link=True).info
 ENGINE = Engine(url="http://127.0.0.1", role="completion", info=INFO, is_ready=True, problem="")
@@ -168,6 +169,7 @@ async def test_tokens_of_a_stream_that_was_left_are_dropped(monkeypatch: pytest.
         gone = link.open(ENGINE, REQUEST, EngineWaits())
         link.data_received(chunk(*tokens(2, 0, 1), *tokens(1, 0, 2)))
         await gone.close()
+        await asyncio.sleep(0)
         assert transport.written[-1].endswith(frame(CloseStream(2)) + b"\r\n")
         await until(lambda: transport.reads)
         assert indices(taken) == [0, 1]
@@ -181,3 +183,23 @@ async def test_a_part_that_makes_no_sense_ends_the_link_and_its_streams() -> Non
         assert link.is_closed
         assert transport.was_aborted
         assert taken[-1].failure is not None
+
+
+async def test_what_a_turn_has_to_say_leaves_as_one_write_in_order() -> None:
+    async with linked() as (link, transport, _):
+        num_before = len(transport.written)
+        legs = [link.open(ENGINE, REQUEST, EngineWaits()) for _ in range(3)]
+        await legs[0].close()
+        assert len(transport.written) == num_before
+        await asyncio.sleep(0)
+        (written,) = transport.written[num_before:]
+        parser = ResponseParser()
+        body = parser.feed(HEAD + written)
+        opened, closed = [], []
+        for data in FrameSplitter().push(body):
+            match decode_to_service(data):
+                case OpenStream(number):
+                    opened.append(number)
+                case CloseStream(number):
+                    closed.append(number)
+        assert (opened, closed) == ([2, 3, 4], [2])
