@@ -207,6 +207,9 @@ class MockEngine:
             version="0",
         )
         self.url = ""
+        self.connections: set[tuple[str, int]] = set()
+        """Every one that ever brought a request, by the address of its other end."""
+        self.num_probes = 0
         self._arrival = asyncio.Condition()
 
     async def call(self, number: int = 0) -> Call:
@@ -218,6 +221,7 @@ class MockEngine:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        self.connections.add(scope["client"])
         if scope["path"] == LINK_PATH:
             await self._serve_link(receive, send)
             return
@@ -281,6 +285,7 @@ class MockEngine:
             await call.send({"type": "http.response.body", "body": b""})
 
     async def _answer_probe(self, call: Call) -> None:
+        self.num_probes += 1
         if call.path == "/info":
             await call.answer(200, msgspec.json.encode(self.info))
         else:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from proxy.engine_transport import EngineTransport
 from tests.proxy.builders import END_ID, Answering, Stack, events, ids, pair_stack, stack
 from tests.proxy.mock_engines import Call, MockEngine
 from wire.services import CompletionEvent, FinishReason, OutputToken, TokenLogprobs
@@ -317,16 +316,17 @@ async def test_request_ids_are_taken_from_the_client_or_made() -> None:
     assert refused.headers["x-request-id"] == "mine-2"
 
 
-async def test_requests_one_after_another_share_their_connections() -> None:
-    """Two hundred, and at most two connections to each engine."""
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("has_link", [False, True])
+async def test_requests_one_after_another_share_their_connections(has_link: bool, is_streamed: bool) -> None:
+    """Two hundred of either kind, and each engine sees two connections at most, probes and link included."""
     answering = Answering("abc")
-    async with pair_stack(answering.prompt, answering.completion) as running:
+    async with pair_stack(answering.prompt, answering.completion, has_link=has_link) as running:
         for _ in range(200):
-            assert (await running.complete()).status_code == 200
-        transport = running.services.calls._http._transport
-        assert isinstance(transport, EngineTransport)
-        assert transport.num_connections <= 4
-        transport.check_invariants()
+            assert (await running.complete(stream=is_streamed)).status_code == 200
+        assert [len(engine.calls) for engine in running.engines] == [200, 200]
+        assert max(len(engine.connections) for engine in running.engines) <= 2
+        running.services.calls.check_invariants()
 
 
 async def test_what_was_served_is_counted() -> None:

@@ -160,6 +160,22 @@ async def test_a_client_that_leaves_an_unstreamed_request_in_mid_generation_canc
             await running.engines[1].calls[0].client_left.wait()
 
 
+@BOTH_WAYS
+async def test_work_queued_behind_a_client_that_leaves_begins_at_once(is_streamed: bool) -> None:
+    async with pair_stack(silent, accepted_then_silent, max_prompt_tokens_under_way=2) as running:
+        first, second = [await RawClient.connect(running) for _ in range(2)]
+        first.post(stream=is_streamed)
+        await running.engines[0].call()
+        second.post(stream=is_streamed)
+        await until(lambda: running.services.admission.num_waiting == 1)
+        assert len(running.engines[0].calls) == 1
+        await first.leave()
+        async with asyncio.timeout(1):
+            await running.engines[0].call(1)
+        await second.leave()
+        await expect_cancelled(running)
+
+
 async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing() -> None:
     async with pair_stack(silent, silent) as running:
         client = await RawClient.connect(running)

@@ -34,6 +34,32 @@ async def test_an_engine_that_fails_everything_is_ejected_and_comes_back_after_o
         assert len(bad.calls) > MAX_FAILURES
 
 
+@pytest.mark.parametrize("has_link", [False, True])
+async def test_an_engine_that_accepts_everything_and_then_fails_it_is_ejected_and_tried_again(
+    has_link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("proxy.engines.time", SimpleNamespace(monotonic=lambda: now_s))
+    answering = Answering("ok")
+
+    async def fails_later(call: Call) -> None:
+        await call.accept()
+        error = ServiceError(message="broken inside", type="server_error")
+        await call.event(CompletionEvent(error=error, error_status=500))
+        await call.end()
+
+    bad, good = (
+        MockEngine("normal", script, has_link=has_link) for script in (fails_later, answering.normal)
+    )
+    async with stack(bad, good, normal_policy="round_robin") as running:
+        statuses = [(await running.complete()).status_code for _ in range(4 * MAX_FAILURES)]
+        assert statuses.count(500) == len(bad.calls) == MAX_FAILURES
+        bad.script = answering.normal
+        now_s += FIRST_PAUSE_S
+        assert [(await running.complete()).status_code for _ in range(4)] == [200] * 4
+        assert len(bad.calls) > MAX_FAILURES
+
+
 async def test_one_prompt_of_a_list_tries_an_ejected_engine_out_and_the_others_go_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
