@@ -90,6 +90,7 @@ async def test_sigterm_turns_it_unready_refuses_new_requests_and_lets_streams_fi
         async with running.client.stream("POST", "/v1/completions", json=BODY) as response:
             body = response.aiter_text()
             received = await anext(body)
+            assert "date" in response.headers
             running.process.send_signal(signal.SIGTERM)
             await until(partial(running.has_health, 503))
             assert (await running.client.get("/health")).json()["status"] == "draining"
