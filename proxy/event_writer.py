@@ -196,3 +196,5 @@ def _resumed(coroutine: Coroutine[Any, Any, None], awaited: object) -> Generator
             awaited = step()
         except StopIteration:
             return
+        finally:
+            del step  # an error that goes on knows this frame

@@ -45,4 +45,10 @@ class Interruption:
         while self._task.cancelling() > self._num_cancels_before:
             self._task.uncancel()
         if kind is not None:  # work that was complete all the same stays so
-            raise self._error from None
+            raised, self._error = self._error, None
+            try:
+                raise raised from None
+            finally:
+                # What is raised knows this frame and those of its callers: nobody but the garbage collector
+                # would free what a client has not read.
+                del raised, error, traceback
