@@ -108,7 +108,9 @@ class Activity:
             samples.append(waited_s)
 
     def next_token(self, waited_s: float, now_s: float) -> None:
-        self.next_tokens((waited_s,), now_s)
+        samples = self._counted(now_s).inter_token_s
+        if len(samples) < MAX_SAMPLES:
+            samples.append(waited_s)
 
     def next_tokens(self, waited_s: Sequence[float], now_s: float) -> None:
         """Of several choices, each waited for that long."""

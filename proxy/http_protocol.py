@@ -66,7 +66,7 @@ class HttpProtocol(HttpToolsProtocol):
         scope = self.scope
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is scope:  # no other protocol was asked for
-            self._add_exchange(is_direct=False)
+            scope["extensions"] = {EXCHANGE: Exchange(self, self.cycle, is_direct=False)}  # type: ignore[dict-item]
 
     def _begin_direct(self, endpoint: ASGIApp) -> None:
         """What uvicorn does in `on_headers_complete`, where path and method are known."""
@@ -88,17 +88,13 @@ class HttpProtocol(HttpToolsProtocol):
             keep_alive=self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
-        self._add_exchange(is_direct=True)
+        # The type knows only the extensions that ASGI names, which are dictionaries.
+        self.scope["extensions"] = {EXCHANGE: Exchange(self, self.cycle, is_direct=True)}  # type: ignore[dict-item]
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, endpoint)  # type: ignore[arg-type]
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, endpoint))  # type: ignore[arg-type]
-
-    def _add_exchange(self, *, is_direct: bool) -> None:
-        # The type knows only the extensions that ASGI names, which are dictionaries.
-        exchange = Exchange(self, self.cycle, is_direct=is_direct)
-        self.scope["extensions"] = {EXCHANGE: exchange}  # type: ignore[dict-item]
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -57,9 +57,9 @@ class TextStream:
 
     def push_text(self, tokens: Sequence[OutputToken]) -> str:
         """The text alone, of tokens that are not the last; only where `is_text_only`."""
-        self.num_tokens += len(tokens)
-        push = self._detokenizer.push
-        if len(tokens) == 1:
+        num_tokens, push = len(tokens), self._detokenizer.push
+        self.num_tokens += num_tokens
+        if num_tokens == 1:
             return push(tokens[0].token_id)
         return "".join([push(token.token_id) for token in tokens])
 
