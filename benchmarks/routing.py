@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.report import Report, argument_parser
 from benchmarks.traces import BLOCK_TOKENS, TRACES, read_trace
-from proxy.engines import Engine, FleetSnapshot
+from proxy.fleet import Engine, FleetSnapshot
 from proxy.loads import STREAM_TOKENS
 from proxy.pairing import Knowledge, Pair, PairingRules, choose_route
 from proxy.prefix_index import PrefixIndex

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import httpx
 import msgspec
 
-from proxy.engines import Engine, EngineDirectory, EngineStart
+from proxy.engines import EngineDirectory
+from proxy.fleet import Engine, EngineStart
 from wire.cache import CacheEvent, CacheEvents
 
 TIMEOUT_S = 2.0

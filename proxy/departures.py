@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from proxy.engines import Engine, EngineStart
+from proxy.fleet import Engine, EngineStart
 
 TICK_S = 0.1
 MOVING_SHARE = 0.5

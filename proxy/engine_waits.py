@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.engines import Engine
 from proxy.errors import EngineTooSlow
+from proxy.fleet import Engine
 
 ResultT = TypeVar("ResultT")
 

@@ -17,7 +17,6 @@ from proxy.engine_client import EngineClient
 from proxy.engine_connection import ConnectionBroken, NotConnected
 from proxy.engine_transport import MAX_ERROR_BYTES
 from proxy.engine_waits import EngineWaits
-from proxy.engines import Engine
 from proxy.errors import (
     EngineBroke,
     EngineFailure,
@@ -27,6 +26,7 @@ from proxy.errors import (
     refused_at_once,
 )
 from proxy.event_stream import EventStreamParser, EventStreamTooLong
+from proxy.fleet import Engine
 from proxy.leg_batch import CompletionLeg, LegBatch, PlainSource, TakeBatch
 from proxy.linked_leg import LinkedLeg
 from proxy.loads import STREAM_TOKENS, EngineLoads

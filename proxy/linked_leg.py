@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 from proxy.engine_waits import EngineWaits, too_slow
-from proxy.engines import Engine
 from proxy.errors import (
     EngineFailure,
     EngineTooSlow,
@@ -12,6 +11,7 @@ from proxy.errors import (
     failure_from_finish,
     refused_at_once,
 )
+from proxy.fleet import Engine
 from proxy.leg_batch import LegBatch, PlainSource, TakeBatch
 from proxy.native.loading import PlainStream, PlainStreams
 from proxy.token_batch import TokenBatch

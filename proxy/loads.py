@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from proxy.engines import Engine
+from proxy.fleet import Engine
 
 STREAM_TOKENS = 64
 """What a stream weighs at the engine that decodes it, beside the tokens it brings along."""

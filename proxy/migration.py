@@ -23,8 +23,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from proxy.departures import Departures
-from proxy.engines import Engine, EngineStart
 from proxy.errors import EngineFailure, EngineLeaves
+from proxy.fleet import Engine, EngineStart
 from proxy.legs import EngineCalls
 from proxy.native.loading import PlainStream
 from proxy.pairing import Pair, Route

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from proxy.engines import Engine, FleetSnapshot
+from proxy.fleet import Engine, FleetSnapshot
 from proxy.role_policies import POLICIES, Ask, Candidate, PolicyName
 from wire.services import EngineInfo
 

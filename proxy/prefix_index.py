@@ -7,7 +7,7 @@ engine that does not tell is known by that alone. The blocks used last are remem
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from proxy.engines import EngineStart
+from proxy.fleet import EngineStart
 from wire.cache import CacheEvent
 
 MAX_BLOCKS = 200_000

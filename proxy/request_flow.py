@@ -22,8 +22,8 @@ from typing import TypeAlias
 import msgspec
 
 from proxy.engine_waits import too_slow
-from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, EngineRefused, EngineUnreachable, failure_from_finish
+from proxy.fleet import Engine
 from proxy.leg_batch import CompletionLeg, LegBatch
 from proxy.legs import EngineCalls, check_prompt_logprobs
 from proxy.native.loading import PlainStream

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from proxy.engines import Engine
+from proxy.fleet import Engine
 
 PolicyName = Literal["round_robin", "least_tokens", "power_of_two", "prefix", "session"]
 

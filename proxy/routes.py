@@ -4,8 +4,9 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
-from proxy.engines import Engine, EngineDirectory, EngineStart, FleetSnapshot
+from proxy.engines import EngineDirectory
 from proxy.errors import EngineFailure, EngineUnreachable
+from proxy.fleet import Engine, EngineStart, FleetSnapshot
 from proxy.kv_transfer_params import KvTransferParams
 from proxy.loads import EngineLoads
 from proxy.pairing import (

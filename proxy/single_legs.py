@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from proxy.engines import Engine, FleetSnapshot
 from proxy.errors import BadRequest, EngineFailure, NotServing, failure_from_finish
+from proxy.fleet import Engine, FleetSnapshot
 from proxy.kv_transfer_params import FIELD, KvTransferParams
 from proxy.legs import EngineCalls
 from proxy.request_flow import PromptWork, Relay

@@ -21,8 +21,8 @@ import msgspec
 
 from proxy.connecting import connect
 from proxy.engine_waits import EngineWaits
-from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineUnreachable
+from proxy.fleet import Engine
 from proxy.leg_batch import LegBatch
 from proxy.linked_leg import LinkedLeg, batch_of
 from proxy.native.loading import IS_COMPILED, PlainStreams

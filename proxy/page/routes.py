@@ -9,7 +9,7 @@ from fastapi import FastAPI, Response
 
 from proxy.activity import Activity, Bucket, Trace, quantile
 from proxy.endpoint import ProxyServices
-from proxy.engines import Engine
+from proxy.fleet import Engine
 from proxy.operation_routes import json_response
 from wire.json_body import to_json
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from proxy.departures import Departures, to_move
-from proxy.engines import Engine, EngineStart
+from proxy.fleet import Engine, EngineStart
 from tests.proxy.builders import Stack, ids, stack, until
 from tests.proxy.mock_engines import Call, MockEngine, token
 from tests.proxy.test_migration import TEXT, TOKENS, Generating, streamed, whole

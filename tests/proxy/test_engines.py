@@ -11,13 +11,8 @@ import msgspec
 import pytest
 
 from proxy.discovery.endpoints import Endpoint
-from proxy.engines import (
-    MAX_FAILED_PROBES,
-    PROBE_TIMEOUT_S,
-    PROBE_TIMEOUTS,
-    Engine,
-    EngineDirectory,
-)
+from proxy.engines import MAX_FAILED_PROBES, PROBE_TIMEOUT_S, PROBE_TIMEOUTS, EngineDirectory
+from proxy.fleet import Engine
 from tests.proxy.mock_engines import MockEngine
 from wire.services import EngineInfo
 

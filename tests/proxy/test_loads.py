@@ -1,6 +1,6 @@
 """Loads are those of open legs, and engines that have none are forgotten."""
 
-from proxy.engines import Engine
+from proxy.fleet import Engine
 from proxy.loads import EngineLoads
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from proxy.activity import NUM_BUCKETS, NUM_TRACES, Activity, quantile
-from proxy.engines import Engine
+from proxy.fleet import Engine
 from proxy.page.routes import FILES
 from proxy.pairing import Pair, Single
 from tests.proxy.builders import Answering, ids, pair_stack

@@ -1,7 +1,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from proxy.engines import Engine, FleetSnapshot
+from proxy.fleet import Engine, FleetSnapshot
 from proxy.pairing import (
     Knowledge,
     Pair,

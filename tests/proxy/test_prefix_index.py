@@ -2,7 +2,7 @@ import httpx
 import msgspec
 
 from proxy.cache_reader import CacheReader
-from proxy.engines import Engine, EngineStart
+from proxy.fleet import Engine, EngineStart
 from proxy.prefix_index import PrefixIndex
 from tests.proxy.builders import Answering, pair_stack
 from wire.cache import CacheEvent, CacheEvents, prompt_block_names

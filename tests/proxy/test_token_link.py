@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import pytest
 
 from proxy.engine_waits import EngineWaits
-from proxy.engines import Engine
 from proxy.errors import EngineUnreachable
+from proxy.fleet import Engine
 from proxy.leg_batch import LegBatch
 from proxy.response_parser import ResponseParser
 from proxy.token_link import TokenLink, TokenLinks

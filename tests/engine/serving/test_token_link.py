@@ -16,8 +16,8 @@ from engine.serving.service_token import ServiceTokenCheck
 from engine.serving.settings import EngineServiceSettings
 from engine.serving.supervisor import EngineSupervisor
 from proxy.engine_waits import EngineWaits
-from proxy.engines import Engine
 from proxy.errors import EngineBroke, EngineFailure, EngineUnreachable
+from proxy.fleet import Engine
 from proxy.leg_batch import LegBatch
 from proxy.linked_leg import LinkedLeg
 from proxy.token_link import TokenLinks
