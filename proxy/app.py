@@ -19,7 +19,7 @@ from proxy.cache_reader import CacheReader
 from proxy.departures import Departures
 from proxy.discovery.start import discovery
 from proxy.draining import Draining
-from proxy.endpoint import GenerationEndpoint, ProxyServices
+from proxy.endpoint import GenerationEndpoint
 from proxy.engine_client import EngineClient
 from proxy.engine_transport import EngineTransport
 from proxy.engine_waits import EngineWaits
@@ -39,6 +39,7 @@ from proxy.page.routes import add_page
 from proxy.pairing import PairingRules
 from proxy.preparation import Preparation, TokenLimits
 from proxy.proxy_app import ProxyApp
+from proxy.proxy_services import ProxyServices
 from proxy.request_ids import RequestIds
 from proxy.responses_api.answer import RESPONSES
 from proxy.routes import Routes

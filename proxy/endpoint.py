@@ -5,21 +5,17 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import Any
 
 import msgspec
 
-from proxy.activity import Activity, Trace
-from proxy.admission import Admission, Admitted
+from proxy.activity import Trace
+from proxy.admission import Admitted
 from proxy.answers import AnswerShape, Choice, ChoiceClock
 from proxy.asgi import Receive, Scope, Send
 from proxy.client import Client, ClientGone
 from proxy.client_terms import in_client_terms, kind_of
-from proxy.departures import Departures
-from proxy.draining import Draining
-from proxy.engines import EngineDirectory
 from proxy.errors import (
     BadRequest,
     EngineFailure,
@@ -30,25 +26,19 @@ from proxy.errors import (
 )
 from proxy.generation_api import AnswerContext, GenerationApi
 from proxy.interruption import Interruption
-from proxy.key_limits import KeyGate
 from proxy.kv_transfer_params import FIELD
-from proxy.legs import EngineCalls
-from proxy.metrics import ProxyMetrics
-from proxy.migration import MigrationLimits, PromptRun, Stage
+from proxy.migration import PromptRun, Stage
 from proxy.openai_responses import Usage
 from proxy.openai_types import ChatRequest, TextRequest
 from proxy.pairing import Route
-from proxy.preparation import Preparation, PreparedPrompt
+from proxy.preparation import PreparedPrompt
+from proxy.proxy_services import ProxyServices
 from proxy.request_flow import PromptWork
 from proxy.request_ids import HEADER, accepted_id
-from proxy.routes import Routes
-from proxy.settings import ProxySettings
 from proxy.single_legs import CompletionLeg, PromptLeg, SingleLeg, run_completion_leg, run_prompt_leg
-from proxy.text_model import TextModel
 from proxy.text_stream import TextStream
 from proxy.unguessable import new_id
-from proxy.workers.peers import Peers
-from settings.secret_keys import SecretKeys, bearer_token
+from settings.secret_keys import bearer_token
 
 logger = logging.getLogger(__name__)
 
@@ -63,31 +53,6 @@ class PromptChoices(msgspec.Struct, frozen=True):
     prompt: PreparedPrompt
     trace: Trace
     choices: Sequence[Choice]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProxyServices:
-    """What every request uses; built once, in `create_app`."""
-
-    settings: ProxySettings
-    keys: SecretKeys
-    """One of them is each client's, where there are any."""
-    text: TextModel
-    directory: EngineDirectory
-    routes: Routes
-    preparation: Preparation
-    calls: EngineCalls
-    admission: Admission
-    key_use: KeyGate
-    metrics: ProxyMetrics
-    activity: Activity
-    departures: Departures
-    migration_limits: MigrationLimits
-    draining: Draining
-    peers: Peers
-    """The other workers of this proxy."""
-    vital: list[asyncio.Task[None]] = field(default_factory=list)
-    """What finds engines and what asks them how they are: without these a proxy serves from its last look."""
 
 
 class GenerationEndpoint:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from proxy.endpoint import ProxyServices
 from proxy.pairing import route_at
+from proxy.proxy_services import ProxyServices
 from proxy.workers.merged_metrics import MergedMetrics, encode_samples
 from wire.json_body import to_json
 from wire.services import EngineRole

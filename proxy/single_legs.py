@@ -21,7 +21,8 @@ from proxy.errors import BadRequest, EngineFailure, NotServing, failure_from_fin
 from proxy.fleet import Engine, FleetSnapshot
 from proxy.kv_transfer_params import FIELD, KvTransferParams
 from proxy.legs import EngineCalls
-from proxy.request_flow import PromptWork, Relay
+from proxy.relay import Relay
+from proxy.request_flow import PromptWork
 from proxy.text_stream import EndOfText
 from proxy.token_batch import TokenBatch, TokenSink
 from wire.services import (

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import FastAPI, Response
 
 from proxy.activity import Activity, Bucket, Trace, quantile
-from proxy.endpoint import ProxyServices
 from proxy.fleet import Engine
 from proxy.operation_routes import json_response
+from proxy.proxy_services import ProxyServices
 from wire.json_body import to_json
 
 Json = dict[str, Any]

@@ -1,8 +1,8 @@
 """What a worker tells the others (`proxy.workers.peers`)."""
 
-from proxy.endpoint import ProxyServices
 from proxy.operation_routes import metrics_now
 from proxy.page.routes import engine_names, trace_json
+from proxy.proxy_services import ProxyServices
 from proxy.workers.merged_metrics import encode_samples
 from wire.json_body import to_json
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from proxy.app import create_app
 from proxy.chat_template import ChatTemplate
-from proxy.endpoint import ProxyServices
+from proxy.proxy_services import ProxyServices
 from proxy.settings import ProxySettings
 from proxy.text_model import TextModel
 from tests.proxy.mock_engines import MODEL, Call, MockEngine, Script, serving
