@@ -1,8 +1,9 @@
 """What clients that do not read cost those that do, and the proxy's memory.
 
 `--slow` streams are opened whose clients read nothing, with more at their beginning than sockets hold, beside
-FAST that read. The rows: gaps between tokens of the fast ones alone, beside the stalled ones, and after those
-were given up; and the proxy's memory at the same three times.
+FAST that read. The rows: gaps between tokens of the fast ones alone, while the stalled ones begin, beside
+them, while they are given up, and afterwards; and the proxy's memory at the end of each. All of it twice:
+what the first ones held is there for the second.
 """
 
 import argparse
@@ -22,31 +23,49 @@ STEP_S = 0.25
 BURST_TOKENS = 600
 """About 130 KB of events."""
 WINDOW_S = 5.0
-SETTLE_S = 3.0
 STALL_S = 30.0
 """After which a client that reads nothing is given up; longer where there are many, whose beginnings come
 first."""
-STALL_S_PER_READER = 0.15
+STALL_S_PER_READER = 0.02
+NUM_ROUNDS = 2
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    report, model, num_slow = Report("slow readers", is_printed_at_once=True), arguments.model, arguments.slow
-    stall_s = STALL_S + STALL_S_PER_READER * num_slow
-    some = [tandem("--client-stall-timeout-s", str(stall_s))]
+    report, model = Report("slow readers", is_printed_at_once=True), arguments.model
+    some = [tandem("--client-stall-timeout-s", str(stall_s_of(arguments.slow)))]
     async with running(some, model, STEP_S, burst=BURST_TOKENS) as proxies:
         proxy = proxies[OURS]
         async with open_streams(proxy.url, model, FAST) as fast:
             await asyncio.sleep(2.0)
-            await add_rows(report, "no slow readers", proxy, fast)
-            async with open_streams(proxy.url, model, num_slow, reads=False):
-                await until_open(proxy.url, FAST + num_slow, stall_s)
-                await until_flowing(fast, stall_s)
-                await asyncio.sleep(SETTLE_S)
-                await add_rows(report, f"beside {num_slow} slow readers", proxy, fast)
-                await until_open(proxy.url, FAST, 4 * stall_s)
-                await add_rows(report, "when they were given up", proxy, fast)
+            fast.gaps_s.clear()
+            await asyncio.sleep(WINDOW_S)
+            add_rows(report, "no slow readers", proxy, fast)
+            for number in range(1, NUM_ROUNDS + 1):
+                await add_round(report, number, proxy, fast, arguments)
             assert not fast.num_ended
     report.finish(arguments.json)
+
+
+async def add_round(
+    report: Report, number: int, proxy: Running, fast: StreamCounter, arguments: argparse.Namespace
+) -> None:
+    """So many slow readers come, stay, and are given up; nothing of the time in between is left out."""
+    num_slow = arguments.slow
+    slow, stall_s = f"{num_slow} slow readers, round {number}", stall_s_of(num_slow)
+    async with open_streams(proxy.url, arguments.model, num_slow, reads=False):
+        await until_open(proxy.url, FAST + num_slow, stall_s)
+        await until_flowing(fast, stall_s)
+        add_rows(report, f"{slow}: they begin", proxy, fast)
+        await asyncio.sleep(WINDOW_S)
+        add_rows(report, f"{slow}: they are there", proxy, fast)
+        await until_open(proxy.url, FAST, 4 * stall_s)
+        add_rows(report, f"{slow}: until they are given up", proxy, fast)
+        await asyncio.sleep(WINDOW_S)
+        add_rows(report, f"{slow}: afterwards", proxy, fast)
+
+
+def stall_s_of(num_slow: int) -> float:
+    return STALL_S + STALL_S_PER_READER * num_slow
 
 
 async def until_flowing(fast: StreamCounter, within_s: float) -> None:
@@ -68,14 +87,14 @@ async def until_open(url: str, num_streams: int, within_s: float) -> None:
             await asyncio.sleep(0.5)
 
 
-async def add_rows(report: Report, case: str, proxy: Running, fast: StreamCounter) -> None:
-    fast.gaps_s.clear()
-    await asyncio.sleep(WINDOW_S)
+def add_rows(report: Report, case: str, proxy: Running, fast: StreamCounter) -> None:
+    """Of all gaps since the last rows."""
     for share in (0.5, 0.99, 1.0):
         gap_s = quantile(fast.gaps_s, share)
         assert gap_s is not None
         report.add(case, f"gap between tokens of {FAST} fast readers, p{share * 100:g}", gap_s * 1e3, "ms")
     report.add(case, "proxy memory", proxy.memory_bytes() / 2**20, "MiB")
+    fast.gaps_s.clear()
 
 
 def _arguments() -> argparse.Namespace:
