@@ -267,7 +267,8 @@ class LinkedStream:
     def _fail(self, failure: ServiceFailure) -> None:
         self._outcome = "error"
         self.has_ended = True
-        self._session.send(StreamPart(self._number, error=failure.error, error_status=failure.status))
+        send = self._session.begin if self._is_first else self._session.send
+        send(StreamPart(self._number, error=failure.error, error_status=failure.status))
         self._session.end(self._number)
 
 

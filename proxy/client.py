@@ -57,8 +57,8 @@ class Client:
         """The whole body; `BodyTooLarge` as soon as it is known to be longer than `max_bytes`."""
         if int(self._headers.get(b"content-length", b"0")) > max_bytes:
             raise _too_large(max_bytes)
-        body = None if self._exchange is None else self._exchange.whole_body()
-        if body is not None and len(body) <= max_bytes:
+        body = None if self._exchange is None else self._exchange.whole_body(max_bytes)
+        if body is not None:
             return body
         try:
             async with asyncio.timeout(timeout_s):

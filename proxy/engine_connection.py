@@ -42,7 +42,7 @@ class EngineConnection(asyncio.Protocol):
     def is_idle(self) -> bool:
         """Open, and whatever was exchanged is complete: the next request may be sent."""
         is_between = self._parser is None or (self._parser.is_complete and self._parser.is_reusable)
-        return is_between and not self._is_closed and not self._body
+        return is_between and not self._is_closed and not self._body and not self._is_paused
 
     async def exchange(self, request: bytes, wait: WaitFor | None = None) -> ResponseHead:
         """Send a whole request; returns once the response's head is in. Raises `ConnectionBroken`.
@@ -79,9 +79,9 @@ class EngineConnection(asyncio.Protocol):
             self._transport.abort()
 
     def whole_body(self) -> bytes | None:
-        """All of the body, where it is here already."""
+        """All of the body, where it is here already; one so long that reading has paused is for `read`."""
         assert self._parser is not None
-        if not self._parser.is_complete:
+        if not self._parser.is_complete or self._is_paused:
             return None
         data = b"".join(self._body)
         self._body.clear()

@@ -53,6 +53,10 @@ class HttpProtocol(HttpToolsProtocol):
         left, self._left = self._left, None
         if left is not None:
             left()
+        if self.scope is not None:
+            self.scope.pop(
+                "extensions", None
+            )  # it has this protocol, and would wait for the garbage collector
 
     def on_headers_complete(self) -> None:
         parser, endpoint = self.parser, self._direct_endpoint(self.url, self.headers)
@@ -149,12 +153,12 @@ class Exchange:
         self._cycle = ref(cycle)
         self._is_direct = is_direct
 
-    def whole_body(self) -> bytes | None:
-        """The request's body; None where some of it has to be waited or asked for."""
+    def whole_body(self, max_bytes: int) -> bytes | None:
+        """The request's body; None where some of it has to be waited or asked for, or it is longer."""
         cycle = self._cycle()
         if cycle is None or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
             return None
-        if len(cycle.body) > HIGH_WATER_LIMIT:
+        if len(cycle.body) > min(HIGH_WATER_LIMIT, max_bytes):
             return None
         body, cycle.body = cycle.body, bytearray()
         cycle.message_event.clear()
@@ -220,9 +224,9 @@ class Exchange:
     def _writable(self) -> RequestResponseCycle | None:
         """None where what is written would have to wait, be it for a head."""
         cycle = self._cycle()
-        if cycle is None or cycle.disconnected or cycle.flow.write_paused or self._protocol.heads_wait.head:
+        if cycle is None or cycle.disconnected or cycle.response_complete:
             return None
-        return cycle
+        return None if cycle.flow.write_paused or self._protocol.heads_wait.head else cycle
 
     def _head(self, cycle: RequestResponseCycle, status: int, headers: bytes) -> bytes:
         cycle.response_started = True

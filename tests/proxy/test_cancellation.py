@@ -193,6 +193,16 @@ async def test_a_body_that_never_comes_is_given_up() -> None:
         await client.leave()
 
 
+async def test_a_chunked_body_over_a_small_limit_is_refused_at_once() -> None:
+    body = b"5dc\r\n" + b"x" * 1500 + b"\r\n0\r\n\r\n"
+    async with pair_stack(silent, silent, max_body_bytes=1000, body_timeout_s=60.0) as running:
+        client = await RawClient.connect(running)
+        client.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + body)
+        async with asyncio.timeout(5.0):
+            assert b" 413 " in await client.read_until(b"\r\n")
+        await client.leave()
+
+
 async def test_every_choice_of_a_left_request_is_cancelled() -> None:
     async with pair_stack(silent, accepted_then_silent) as running:
         client = await RawClient.connect(running)

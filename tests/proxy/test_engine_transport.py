@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from proxy.engine_client import EngineClient
-from proxy.engine_connection import MAX_BUFFERED_BYTES
+from proxy.engine_connection import MAX_BUFFERED_BYTES, EngineConnection
 from proxy.engine_transport import EngineTransport
 from settings.secret_keys import SecretKeys
 from tests.proxy.builders import until
@@ -238,3 +238,39 @@ async def test_the_client_sends_requests_as_they_are_with_the_service_token() ->
     assert all(request.headers["authorization"] == "Bearer token" for request in seen)
     assert all("cookie" not in request.headers for request in seen)
     assert seen[0].extensions["timeout"]["connect"] == 0.5
+
+
+class PausingTransport(asyncio.Transport):
+    """Notes whether it is to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = True
+
+    def write(self, data: object) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+
+async def test_a_connection_whose_long_answer_came_at_once_reads_on() -> None:
+    """uvloop reads several times in a turn: the answer is complete when reading pauses."""
+    connection, transport = EngineConnection(), PausingTransport()
+    connection.connection_made(transport)
+    exchange = asyncio.create_task(connection.exchange(b"request"))
+    await asyncio.sleep(0)
+    length = MAX_BUFFERED_BYTES + 1000
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length + b"a" * (length - 1))
+    connection.data_received(b"a")
+    await exchange
+    assert not transport.reads
+    assert connection.whole_body() is None
+    assert not connection.is_idle
+    assert await connection.read() == b"a" * length
+    assert await connection.read() is None
+    assert (transport.reads, connection.is_idle) == (True, True)

@@ -11,6 +11,7 @@ from completion_service.app import create_app, engine_request
 from completion_service.token_link import LinkSession
 from engine.ipc import Abort, AddRequest
 from engine.serving.engine_link import EngineLink
+from engine.serving.errors import EngineUnavailable
 from engine.serving.metrics import ServiceMetrics
 from engine.serving.service_token import ServiceTokenCheck
 from engine.serving.settings import EngineServiceSettings
@@ -223,12 +224,14 @@ async def test_what_begins_a_stream_is_in_the_next_frame_whatever_waits_of_other
     await opened(2)
     await engine.send_outputs(*(token_output("2", index) for index in range(2)))
     await until(lambda: len(session._pending) == 6)
+    await opened(3)
+    session._streams[3].put(EngineUnavailable("it died"))
     frames = [
         [(part.stream, part.is_accepted, part.token_ids) for part in await session.next_parts()]
         for _ in range(4)
     ]
     assert frames == [
-        [(1, True, ()), (1, False, (10,)), (2, True, ()), (2, False, (10,))],
+        [(1, True, ()), (1, False, (10,)), (2, True, ()), (2, False, (10,)), (3, True, ()), (3, False, ())],
         [(1, False, (11,)), (1, False, (12,)), (1, False, (13,))],
         [(1, False, (14,)), (1, False, (15,)), (2, False, (11,))],
         [],
