@@ -64,13 +64,7 @@ class EngineConnection(asyncio.Protocol):
             if self._parser.is_complete:
                 return None
             await self._wait()
-        data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body.clear()
-        self._num_buffered = 0
-        if self._is_paused and self._transport is not None and not self._is_closed:
-            self._is_paused = False
-            self._transport.resume_reading()
-        return data
+        return self._take_body()
 
     def abort(self) -> None:
         """Close at once; to an engine in the middle of a request this is the signal to abort it."""
@@ -81,11 +75,15 @@ class EngineConnection(asyncio.Protocol):
     def whole_body(self) -> bytes | None:
         """All of the body, where it is here already; one so long that reading has paused is for `read`."""
         assert self._parser is not None
-        if not self._parser.is_complete or self._is_paused:
-            return None
-        data = b"".join(self._body)
+        return self._take_body() if self._parser.is_complete and not self._is_paused else None
+
+    def _take_body(self) -> bytes:
+        data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body.clear()
         self._num_buffered = 0
+        if self._is_paused and self._transport is not None and not self._is_closed:
+            self._is_paused = False
+            self._transport.resume_reading()
         return data
 
     async def _wait(self, wait: WaitFor | None = None) -> None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 import httpx
 import pytest
 
 from proxy.engine_client import EngineClient
-from proxy.engine_connection import MAX_BUFFERED_BYTES, EngineConnection
-from proxy.engine_transport import EngineTransport
+from proxy.engine_connection import MAX_BUFFERED_BYTES, ConnectionBroken, EngineConnection, NotConnected
+from proxy.engine_transport import MAX_ERROR_BYTES, Answer, EngineTransport
+from proxy.engine_waits import EngineWaits
+from proxy.errors import EngineTooSlow
+from proxy.fleet import Engine
 from settings.secret_keys import SecretKeys
 from tests.proxy.builders import until
 
@@ -274,3 +277,111 @@ async def test_a_connection_whose_long_answer_came_at_once_reads_on() -> None:
     assert await connection.read() == b"a" * length
     assert await connection.read() is None
     assert (transport.reads, connection.is_idle) == (True, True)
+
+
+@contextlib.asynccontextmanager
+async def posting(
+    peer: Peer, timeout_s: float = 30.0, tokens: Sequence[str] = ()
+) -> AsyncIterator[tuple[Server, Callable[[bytes], Coroutine[None, None, Answer]]]]:
+    """Calls without httpx's objects."""
+    waits = EngineWaits()
+    async with serving(peer) as (server, transport, _):
+        patience = waits.patience(Engine(url=server.url, role="prompt"), timeout_s)
+        client = EngineClient(transport, SecretKeys(tokens))
+
+        def post(content: bytes) -> Coroutine[None, None, Answer]:
+            url = server.url + "/v1/prompt?a=b"
+            return client.post_json(url, content, patience, connect_timeout_s=10.0)
+
+        yield server, post
+        assert waits.num_waits == 0
+
+
+async def test_a_posted_body_reaches_the_engine_with_the_service_token_over_one_connection() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            request = await read_request(reader)
+            writer.write(b"HTTP/1.1 201 C\r\nx: y\r\ncontent-length: %d\r\n\r\n%b" % (len(request), request))
+
+    async with posting(echo, tokens=["token"]) as (server, post):
+        for _ in range(20):
+            answer = await post(b'{"a": 1}')
+        assert server.num_connections == 1
+        host = server.url.removeprefix("http://").encode()
+    assert (answer.head.status, answer.head.header(b"x")) == (201, b"y")
+    assert answer.content == (
+        b"POST /v1/prompt?a=b HTTP/1.1\r\nhost: " + host + b"\r\ncontent-type: application/json\r\n"
+        b'authorization: Bearer token\r\ncontent-length: 8\r\n\r\n{"a": 1}'
+    )
+
+
+async def test_a_connection_goes_on_behind_an_answer_that_had_to_stop_it_for_a_while() -> None:
+    size = 3 * MAX_BUFFERED_BYTES
+    large = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (size, b"x" * size)
+    async with posting(always(large)) as (server, post), asyncio.timeout(20):
+        for _ in range(5):
+            assert len((await post(b"{}")).content) == size
+        assert server.num_connections == 1
+
+
+async def test_of_an_error_that_is_endless_only_the_beginning_is_read() -> None:
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 500 No\r\n\r\n")
+        while True:
+            writer.write(b"x" * 4096)
+            await writer.drain()
+
+    async with posting(endless) as (server, post), asyncio.timeout(20):
+        answer = await post(b"{}")
+        assert answer.head.status == 500
+        assert len(answer.content) > MAX_ERROR_BYTES
+        await until(lambda: server.num_closed == 1)
+
+
+async def test_a_posted_request_whose_answer_breaks_off_fails_and_keeps_no_connection() -> None:
+    async def breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK[:-1])
+
+    async with posting(breaks) as (server, post):
+        for _ in range(2):
+            with pytest.raises(ConnectionBroken, match="in the middle"):
+                await post(b"{}")
+        assert server.num_connections == 2
+
+
+@pytest.mark.parametrize("beginning", [b"", OK[:-1]])
+async def test_silence_ends_a_posted_request_wherever_it_begins(beginning: bytes) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(beginning)
+        await reader.read()
+
+    async with posting(silent, timeout_s=0.05) as (server, post):
+        with pytest.raises(EngineTooSlow, match=r"said nothing for 0\.05 s"):
+            await post(b"{}")
+        await until(lambda: server.num_closed == 1)
+
+
+async def test_a_posted_request_that_is_given_up_closes_its_connection() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        asked.set()
+        await reader.read()
+
+    asked = asyncio.Event()
+    async with posting(silent) as (server, post):
+        posted = asyncio.create_task(post(b"{}"))
+        await asked.wait()
+        posted.cancel()
+        await asyncio.gather(posted, return_exceptions=True)
+        await until(lambda: server.num_closed == 1)
+
+
+async def test_where_nobody_listens_no_connection_comes_about() -> None:
+    async with posting(always(OK)) as (_, post):
+        pass
+    with pytest.raises(NotConnected) as failed:
+        await post(b"{}")
+    assert not failed.value.is_slow
