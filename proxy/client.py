@@ -186,7 +186,8 @@ class Client:
         """Headers of the answer, with its own, as they are sent."""
         lines = [f"{name}: {value}\r\n" for name, value in (*self.headers.items(), *headers.items())]
         text = "".join(lines)
-        assert text.count("\n") == text.count("\r") == len(lines), text
+        if not text.count("\n") == text.count("\r") == len(lines):
+            raise ValueError(f"a header of the answer has a line break in it: {lines}")
         return text.encode("latin-1")
 
     async def _drop_body(self) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from proxy.asgi import Message
 from proxy.client import Client, ClientGone
 from proxy.http_protocol import EXCHANGE
@@ -20,6 +22,9 @@ class StuckExchange:
 
     def write(self, part: bytes) -> bool:
         return False
+
+    def respond(self, status: int, headers: bytes, content: bytes) -> bool:
+        raise AssertionError("nothing is written")
 
     def abort(self) -> None:
         self._aborted.append(self._name)
@@ -77,3 +82,15 @@ async def test_a_client_that_leaves_once_everything_was_sent_has_not_left_its_re
         assert len(gone) == 1, "the first has, the second has not"
         client.unwatch()
         await client.close()
+
+
+@pytest.mark.parametrize("value", ["1\r\nx-more: 2", "1\nx-more: 2", "1\rx-more: 2"])
+async def test_no_header_of_an_answer_becomes_two(value: str) -> None:
+    async def never(*_: object) -> Message:
+        raise AssertionError("nothing is read or sent")
+
+    scope = {"headers": [], "extensions": {EXCHANGE: StuckExchange("", [])}}
+    client = Client(scope, never, never, stall_timeout_s=5.0, max_backlog_bytes=10)
+    client.headers["retry-after"] = value
+    with pytest.raises(ValueError, match="line break"):
+        await client.send_json(429, b"{}")
