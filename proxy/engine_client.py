@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 
-from proxy.engine_transport import Answer, EngineTransport, Origin, origin_of
+from proxy.engine_connection import ConnectionBroken, NotConnected
+from proxy.engine_transport import Answer, EngineTransport, Origin, as_httpx, origin_of
 from proxy.engine_waits import Patience
 from settings.secret_keys import SecretKeys
 
@@ -62,16 +63,43 @@ class EngineClient(httpx.AsyncClient):
                 await response.aclose()
         return response
 
+    async def get(  # type: ignore[override]
+        self,
+        url: httpx.URL | str,
+        *,
+        timeout: httpx.Timeout = NO_TIMEOUT,  # noqa: ASYNC109 - as httpx has it
+    ) -> httpx.Response:
+        """Every engine is asked three things a second: no more of httpx than its answer."""
+        if not isinstance(self._engines, EngineTransport):
+            return await super().get(url, timeout=timeout)
+        origin, head, request = _getting(str(url))
+        try:
+            answer = await self._engines.whole(
+                origin, self._authorized(head) + b"\r\n", connect_timeout_s=timeout.connect
+            )
+        except NotConnected as error:
+            raise as_httpx(error, request) from error.__cause__
+        except ConnectionBroken as error:
+            raise httpx.RemoteProtocolError(str(error), request=request) from error
+        return httpx.Response(
+            answer.head.status, headers=answer.head.headers, content=answer.content, request=request
+        )
+
     async def post_json(
         self, url: str, content: bytes, patience: Patience, *, connect_timeout_s: float
     ) -> Answer:
-        """Without httpx's objects, which cost more than all else in a request; see `EngineTransport.post`."""
+        """Without httpx's objects, which cost more than all else in a request: `EngineTransport.whole`."""
         assert isinstance(self._engines, EngineTransport)
         origin, head = _posting(url)
-        if self._service_token.is_required:
-            head += f"authorization: Bearer {self._service_token.first()}\r\n".encode()
-        request = b"%bcontent-length: %d\r\n\r\n%b" % (head, len(content), content)
-        return await self._engines.post(origin, request, patience, connect_timeout_s=connect_timeout_s)
+        request = b"%bcontent-length: %d\r\n\r\n%b" % (self._authorized(head), len(content), content)
+        return await self._engines.whole(
+            origin, request, connect_timeout_s=connect_timeout_s, patience=patience
+        )
+
+    def _authorized(self, head: bytes) -> bytes:
+        if not self._service_token.is_required:
+            return head
+        return head + f"authorization: Bearer {self._service_token.first()}\r\n".encode()
 
 
 @lru_cache(maxsize=1024)
@@ -84,6 +112,13 @@ def _posting(text: str) -> tuple[Origin, bytes]:
         b"",
     )
     return origin_of(url), b"\r\n".join(lines)
+
+
+@lru_cache(maxsize=1024)
+def _getting(text: str) -> tuple[Origin, bytes, httpx.Request]:
+    url = httpx.URL(text)
+    head = b"GET %b HTTP/1.1\r\nhost: %b\r\n" % (url.raw_path, url.netloc)
+    return origin_of(url), head, httpx.Request("GET", url)
 
 
 @lru_cache(maxsize=1024)

@@ -53,8 +53,7 @@ class EngineTransport(httpx.AsyncBaseTransport):
             try:
                 connection = await self._connect(origin, timeout_s)
             except NotConnected as error:
-                kind = httpx.ConnectTimeout if error.is_slow else httpx.ConnectError
-                raise kind(str(error), request=request) from error.__cause__
+                raise as_httpx(error, request) from error.__cause__
         self._in_use.add(connection)
         try:
             head = await connection.exchange(content)
@@ -67,22 +66,29 @@ class EngineTransport(httpx.AsyncBaseTransport):
         stream = _ResponseStream(self, origin, connection, request)
         return httpx.Response(head.status, headers=head.headers, stream=stream)
 
-    async def post(
-        self, origin: Origin, request: bytes, patience: Patience, *, connect_timeout_s: float
+    async def whole(
+        self,
+        origin: Origin,
+        request: bytes,
+        *,
+        connect_timeout_s: float | None,
+        patience: Patience | None = None,
     ) -> Answer:
         """Send a whole request, head and body, and read the whole answer, without httpx.
 
-        Raises `NotConnected` and `ConnectionBroken`.
+        `patience` is with each step; without, it is the caller's. Raises `NotConnected`, `ConnectionBroken`.
         """
         connection = self._take_idle(origin)
         if connection is None:
-            connection = await patience.within(self._connect(origin, connect_timeout_s))
+            connecting = self._connect(origin, connect_timeout_s)
+            connection = await (connecting if patience is None else patience.within(connecting))
         self._in_use.add(connection)
         try:
-            head = await connection.exchange(request, patience.for_future)
+            head = await connection.exchange(request, None if patience is None else patience.for_future)
             content = connection.whole_body()
             if content is None:
-                content = await patience.within(_rest(connection, head))
+                rest = _rest(connection, head)
+                content = await (rest if patience is None else patience.within(rest))
         finally:
             self.release(origin, connection)
         return Answer(head, content)
@@ -134,6 +140,12 @@ class EngineTransport(httpx.AsyncBaseTransport):
     def _drop(self, connection: EngineConnection) -> None:
         self._in_use.discard(connection)
         connection.abort()
+
+
+def as_httpx(error: NotConnected, request: httpx.Request) -> httpx.TransportError:
+    """To be raised from the error's cause."""
+    kind = httpx.ConnectTimeout if error.is_slow else httpx.ConnectError
+    return kind(str(error), request=request)
 
 
 async def _rest(connection: EngineConnection, head: ResponseHead) -> bytes:
