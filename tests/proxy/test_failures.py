@@ -82,7 +82,11 @@ async def test_the_completion_engines_refusal_is_the_clients_and_cancels_the_pro
 
 
 @BOTH_WAYS
-async def test_a_refusal_that_races_a_fast_first_token_is_still_a_status(is_streamed: bool) -> None:
+async def test_a_refusal_that_races_a_fast_first_token_is_still_a_status(
+    is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.request_flow.REFUSAL_WINDOW_S", 10.0)  # how fast this machine is is no matter
+
     async def completion(call: Call) -> None:
         await call.refuse(429, "full", kind="rate_limit_error")
 
