@@ -54,9 +54,8 @@ class HttpProtocol(HttpToolsProtocol):
         if left is not None:
             left()
         if self.scope is not None:
-            self.scope.pop(
-                "extensions", None
-            )  # it has this protocol, and would wait for the garbage collector
+            # They know this protocol: nobody but the garbage collector would free what is in a circle.
+            self.scope.pop("extensions", None)
 
     def on_headers_complete(self) -> None:
         parser, endpoint = self.parser, self._direct_endpoint(self.url, self.headers)

@@ -104,7 +104,7 @@ constexpr uint64_t NUM_CACHED_TOKENS = 5;  // this field of the first part is th
 // One part of a frame: tokens of one choice, and whether that is all it says.
 struct Part {
     uint64_t stream = 0, choice = 0, first_index = 0, num_tokens = 0, max_token_id = 0;
-    const uint8_t* token_ids = nullptr;  // so many integers of msgpack
+    const uint8_t *token_ids = nullptr, *token_ids_end = nullptr;  // so many integers of msgpack
     bool is_plain = false;
 
     static Part read(Reader& reader) {
@@ -122,6 +122,7 @@ struct Part {
         part.is_plain = part.num_tokens > 0;
         for (uint64_t i = 0; i < part.num_tokens && !reader.has_failed(); ++i)
             part.max_token_id = std::max(part.max_token_id, reader.unsigned_integer());
+        part.token_ids_end = reader.at();
         for (uint64_t field = 4; field < num_fields && !reader.has_failed(); ++field) {
             bool is_nothing = reader.skip_nothing();
             part.is_plain &= is_nothing || field == NUM_CACHED_TOKENS;

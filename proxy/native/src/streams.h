@@ -40,7 +40,7 @@ struct Stream {
 
     // False with an exception set.
     bool take(const Part& part) {
-        Reader ids(part.token_ids, SIZE_MAX / 2 < part.num_tokens * 9 ? 0 : part.num_tokens * 9);
+        Reader ids(part.token_ids, part.token_ids_end - part.token_ids);
         std::string& out = wants_events() ? events : text;
         size_t size_before = out.size(), num_before = token_ids.size();
         std::string pending_before = pending;
