@@ -1,6 +1,7 @@
-"""How the suite is divided among pytest-xdist workers (`-n 2`)."""
+"""How the suite is divided among pytest-xdist workers (`-n 2`); no test depends on the speed of a machine."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -26,3 +27,11 @@ class OneWorkerForStacks(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneWorkerForStacks:
     return OneWorkerForStacks(config, log)
+
+
+settings.register_profile(
+    "tandem",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("tandem")

@@ -415,7 +415,7 @@ ARRIVALS = st.lists(
 
 
 @given(ARRIVALS, st.integers(16, 40), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_normal_engine_that_recomputes_answers_any_history_as_if_each_choice_were_alone(
     known_answers: "KnownAnswers", arrivals: list[Arrival], num_blocks: int, overlap: bool
 ) -> None:
@@ -443,7 +443,7 @@ def test_a_normal_engine_that_recomputes_answers_any_history_as_if_each_choice_w
 
 
 @given(ARRIVALS, st.integers(8, 20), st.integers(12, 40), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_pair_answers_any_history_as_if_each_choice_were_alone_or_says_that_it_had_no_room(
     known_answers: "KnownAnswers",
     arrivals: list[Arrival],

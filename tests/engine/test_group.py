@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.group import EngineGroup
@@ -353,7 +353,7 @@ def histories(draw: st.DrawFn) -> list[list[Arrival]]:
     return arrivals
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(
     arrivals=histories(),
     num_blocks=st.sampled_from([15, 24, 64]),

@@ -73,7 +73,7 @@ def drafting(reference: Reference, num_right: int | None) -> dict[str, Any]:
 
 
 @given(histories(), NORMAL_POOLS, st.booleans(), st.booleans(), DRAFTS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_normal_engine_answers_any_history_as_if_each_request_were_alone(
     reference: Reference,
     history: History,
@@ -105,7 +105,7 @@ def test_a_normal_engine_answers_any_history_as_if_each_request_were_alone(
 
 
 @given(histories(), st.integers(15, 30), st.integers(18, 40), st.booleans(), DRAFTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_pair_answers_any_history_as_if_each_request_were_alone(
     reference: Reference,
     history: History,

@@ -176,7 +176,7 @@ def test_excluded_tokens_are_never_drawn() -> None:
     assert set(sample(logits, rows).token_ids.tolist()) == {1, 3}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_row_draws_the_same_token_in_any_batch(data: st.DataObject) -> None:
     count, vocab = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([3, 50, 3000]))

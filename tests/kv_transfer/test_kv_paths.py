@@ -65,7 +65,7 @@ SIZES = [
 ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     sizes=st.sampled_from(SIZES),
     block_sizes=st.sampled_from([(4, 4), (2, 4), (4, 2)]),

@@ -181,4 +181,4 @@ class HandoverLives(RuleBasedStateMachine):
 
 
 TestHandoverLives = HandoverLives.TestCase
-TestHandoverLives.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestHandoverLives.settings = settings(max_examples=50, stateful_step_count=40)

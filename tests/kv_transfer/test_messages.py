@@ -1,6 +1,6 @@
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import MessageError
@@ -125,7 +125,6 @@ def frames(messages: list[ToSource] | list[ToSink]) -> st.SearchStrategy[list[by
     return st.lists(one, max_size=2)
 
 
-@settings(deadline=None)
 @given(st.lists(frames(TO_SOURCE), max_size=8))
 def test_source_survives_any_bytes(messages: list[list[bytes]]) -> None:
     pair = Pair()
@@ -137,7 +136,6 @@ def test_source_survives_any_bytes(messages: list[list[bytes]]) -> None:
         pair.source.ledger.check_invariants()
 
 
-@settings(deadline=None)
 @given(st.lists(frames(TO_SINK), max_size=8))
 def test_sink_survives_any_bytes(messages: list[list[bytes]]) -> None:
     pair = Pair()

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.transport import BlockRead, ReadResult, RemoteMemory
@@ -110,7 +110,7 @@ def test_unknown_region_gets_nothing(port: DataPort) -> None:
     assert port.ask(5, (0, 4)) == ("no such region", b"")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=3))
 def test_any_bytes_leave_the_source_serving(port: DataPort, frames: list[bytes]) -> None:
     port.bare.send_multipart(frames)

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_files import ModelFilesError, resolve_model
@@ -57,7 +57,7 @@ def test_prefixes_of_a_file_are_refused_in_one_line(small: Path, tmp_path: Path)
         assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400)
 @given(st.data())
 def test_damage_in_the_header_is_refused_or_harmless(
     small: Path, tmp_path: Path, data: st.DataObject

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -42,7 +42,7 @@ def test_every_proper_prefix_is_refused(path: Path) -> None:
             SafetensorsFile(path)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(position=st.integers(0, 10_000), damage=st.binary(min_size=1, max_size=4))
 def test_damage_is_refused_or_harmless(path: Path, position: int, damage: bytes) -> None:
     content = bytearray(path.read_bytes())

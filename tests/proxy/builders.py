@@ -132,10 +132,20 @@ async def stack(
         yield Stack(url, client, services, list(engines))
 
 
-async def all_ready(services: ProxyServices) -> None:
-    async with asyncio.timeout(10):
-        while not all(engine.is_routable for engine in services.directory.snapshot().engines):
-            await services.directory.wait_for_change()
+async def all_ready(services: ProxyServices, *, within_s: float = 20.0) -> None:
+    """Asks again itself: a machine that pauses for a second fails a probe, and the next may be far away."""
+    directory = services.directory
+    try:
+        async with asyncio.timeout(within_s):
+            while waiting := [each for each in directory.snapshot().engines if not each.is_routable]:
+                try:
+                    await asyncio.wait_for(directory.wait_for_change(), timeout=3.0)
+                except TimeoutError:
+                    for engine in waiting:
+                        directory.suspect(engine)
+    except TimeoutError:
+        problems = [f"{engine.role} {engine.url}: {engine.problem}" for engine in waiting]
+        raise AssertionError(f"not ready within {within_s:g} s: {problems}") from None
 
 
 def pair_stack(

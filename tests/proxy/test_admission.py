@@ -29,7 +29,7 @@ def queue(clock: Clock | None = None, **limits: object) -> Admission:
 async def begun(admission: Admission, num_tokens: int, priority: int = 0) -> AsyncIterator[Admitted]:
     place = admission.enter(num_tokens, priority)
     try:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await place.turn()
         yield place
     finally:
@@ -254,7 +254,7 @@ async def test_a_request_over_its_deadline_is_ended_and_its_legs_cancelled(is_st
             assert ("request_timeout" in error, done) == (True, "[DONE]")
         else:
             assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await running.engines[1].calls[0].client_left.wait()
 
 

@@ -105,7 +105,7 @@ async def test_a_first_token_that_ends_the_request_cancels_the_completion_leg(re
 
     async with pair_stack(prompt, completion) as running:
         answer = (await running.chat(max_tokens=1)).json()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await (await running.engines[1].call()).client_left.wait()
     assert answer["choices"][0]["finish_reason"] == reason
     assert answer["choices"][0]["message"]["content"] == ("" if reason == "stop" else "a")
@@ -138,7 +138,7 @@ async def test_a_stop_string_across_the_hand_over_ends_both_legs() -> None:
 
     async with pair_stack(Answering("a", finish_reason=None).prompt, completion) as running:
         answer = (await running.complete(stop=["ab"])).json()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await running.engines[1].calls[0].client_left.wait()
     assert answer["choices"][0]["text"] == ""
     assert answer["choices"][0]["finish_reason"] == "stop"

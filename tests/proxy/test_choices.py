@@ -130,7 +130,7 @@ async def test_when_all_choices_end_with_their_first_token_the_completion_leg_is
 
     async with pair_stack(starting("$", "$"), completion, has_link=False) as running:
         answer = (await running.complete(n=2)).json()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await (await running.engines[1].call()).client_left.wait()
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
     assert running.engines[0].withdrawn == [], "a prompt that has ended holds nothing"
@@ -154,7 +154,7 @@ async def test_the_stream_is_left_when_stop_strings_have_ended_every_choice() ->
 
     async with pair_stack(starting("a", "a"), completion) as running:
         answer = (await running.complete(n=2, stop=["b"])).json()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await running.engines[1].calls[0].client_left.wait()
     assert [choice["text"] for choice in answer["choices"]] == ["a", "a"]
 
@@ -240,7 +240,7 @@ async def refused_late(call: Call) -> None:
 
 async def withdrawn(running: Stack) -> None:
     """Within a second of now the prompt engine has been told, once, and of the right hand-over."""
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(4):
         await until(lambda: bool(running.engines[0].withdrawn))
     call = running.engines[0].calls[0]
     assert running.engines[0].withdrawn == [call.prompt_request.handover_id]
@@ -314,5 +314,5 @@ async def test_a_prompt_engine_that_is_slow_to_withdraw_holds_no_client_up() -> 
 
     engines = Deaf("prompt", starting("a")), MockEngine("completion", refused_late)
     async with stack(*engines) as running:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             assert (await running.complete()).status_code == 429

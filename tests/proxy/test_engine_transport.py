@@ -150,7 +150,7 @@ async def test_closing_a_response_early_closes_the_connection_at_once() -> None:
     async with serving(endless) as (_, transport, client):
         async with client.stream("GET", "/") as response:
             assert await anext(response.aiter_raw()) == b"a"
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await left.wait()
         assert transport.num_connections == 0
 
@@ -168,7 +168,7 @@ async def test_cancelling_before_the_answer_closes_the_connection_at_once() -> N
         request = asyncio.create_task(client.get("/"))
         await arrived.wait()
         request.cancel()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await left.wait()
         await asyncio.gather(request, return_exceptions=True)
         assert transport.num_connections == 0

@@ -187,7 +187,7 @@ async def test_an_engine_that_never_answers_delays_no_other() -> None:
             return fleet.handlers["fast"](request)
 
     fleet.directory._http = httpx.AsyncClient(transport=Silent())
-    async with fleet.running(), asyncio.timeout(1):
+    async with fleet.running(), asyncio.timeout(4):
         while not fleet.directory.snapshot().engines[1].is_routable:
             await fleet.directory.wait_for_change()
 

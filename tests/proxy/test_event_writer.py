@@ -59,7 +59,7 @@ async def test_a_connection_that_fails_is_given_up() -> None:
         gave_up = asyncio.get_running_loop().create_future()
         events = EventWriter(fail, gave_up, max_backlog_bytes=100, stall_timeout_s=5.0)
         events.put(data)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await gave_up
             await events.end()
         await events.close()
@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_too_much_unread_is_given_up() -> None:
     assert not gave_up.done(), "what is on its way counts too, and just fits"
     events.put(b"x")
     assert gave_up.done()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(4):
         await events.end()
     await events.close()
     assert connection.parts == []
@@ -104,7 +104,7 @@ async def test_a_client_that_reads_nothing_for_long_is_given_up() -> None:
     events = EventWriter(connection.send, gave_up, max_backlog_bytes=10, stall_timeout_s=0.01)
     connection.open.clear()
     events.put(b"x")
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(4):
         await gave_up
     await events.close()
 

@@ -41,7 +41,7 @@ async def expect_refusal(
 
 
 async def expect_cancelled(engine: MockEngine) -> None:
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(4):
         await (await engine.call()).client_left.wait()
 
 
@@ -325,14 +325,14 @@ async def test_an_engine_that_falls_silent_is_504() -> None:
 
 async def test_the_completion_engines_time_begins_with_the_first_token() -> None:
     async def prompt(call: Call) -> None:
-        await asyncio.sleep(0.6)  # the time-outs under test are on real sockets
+        await asyncio.sleep(1.6)  # time-outs on real sockets; a machine may pause for a second
         await call.first_token(ids("a")[0])
 
     async def completion(call: Call) -> None:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(3.2)
         await Answering("ab", finish_reason="length").completion(call)
 
-    async with pair_stack(prompt, completion, first_byte_timeout_s=1.0) as running:
+    async with pair_stack(prompt, completion, first_byte_timeout_s=3.0) as running:
         assert (await running.complete()).json()["choices"][0]["text"] == "ab"
 
 
@@ -344,16 +344,16 @@ async def test_a_completion_engine_that_never_takes_over_is_504() -> None:
 
 
 async def test_a_long_stream_outlives_every_time_out() -> None:
-    num_tokens = 12
+    num_tokens = 5
 
     async def completion(call: Call) -> None:
         await call.accept()
         for index in range(1, num_tokens):
-            await asyncio.sleep(0.05)  # the time-outs under test are on real sockets
+            await asyncio.sleep(0.5)  # the time-outs under test are on real sockets
             await call.tokens(index, ids("b"), finish_reason="length" if index == num_tokens - 1 else None)
         await call.end()
 
-    timeouts = {"first_byte_timeout_s": 0.3, "stall_timeout_s": 0.3}
+    timeouts = {"first_byte_timeout_s": 1.7, "stall_timeout_s": 1.7}
     async with pair_stack(first_token(), completion, **timeouts) as running:
         assert (await running.complete()).json()["usage"]["completion_tokens"] == num_tokens
 
@@ -364,7 +364,7 @@ async def test_an_engine_that_never_answers_delays_nobody_else() -> None:
     async with stack(good, bad, MockEngine("completion", answering.completion)) as running:
         stuck = [asyncio.create_task(running.complete()) for _ in range(8)]
         await bad.call(3)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(4):
             answers = [await task for task in stuck if task in await _done(stuck, 4)]
         assert {answer.status_code for answer in answers} == {200}
         for task in stuck:
@@ -392,7 +392,7 @@ async def test_one_failed_choice_ends_the_others() -> None:
         response = await running.complete(prompt=["a", "b"])
         assert response.status_code == 429
         for call in running.engines[1].calls:
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(4):
                 await call.client_left.wait()
 
 

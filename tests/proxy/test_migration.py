@@ -341,7 +341,7 @@ async def test_a_prompt_that_fails_before_its_first_token_is_tried_on_a_fresh_pa
 async def test_before_the_first_token_without_another_pair_the_failure_is_the_clients_at_once() -> None:
     engines = [MockEngine("prompt", refuses), MockEngine("completion", stalls_accepted)]
     async with stack(*engines, max_migrations=5, migration_wait_s=60) as running:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(4):
             response = await running.complete()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_loading")
         assert len(running.engines[0].calls) == 1

@@ -120,7 +120,7 @@ async def test_closing_a_stream_cancels_the_request() -> None:
         async for _ in stream:
             break
         await stream.close()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(4):
             await (await running.engines[1].call()).client_left.wait()
 
 

@@ -78,7 +78,6 @@ def url() -> Iterator[str]:
 @SCHEMA.parametrize()
 @settings(
     max_examples=NUM_EXAMPLES,
-    deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

@@ -31,7 +31,7 @@ def test_texts_whole_and_by_character(text: str, is_open: bool, reasoning: str, 
     assert split(list(text), is_open=is_open) == (reasoning, content)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     pieces=st.lists(
         st.sampled_from(["<think>", "</think>", "<", "th", "ink>", "/", " ", "a", "🙂"]), max_size=8

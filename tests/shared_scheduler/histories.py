@@ -36,7 +36,6 @@ def examples(count: int) -> settings:
     """So many random examples, a hundred times as many with `TANDEM_HYPOTHESIS=soak`."""
     return settings(
         max_examples=100 * count if SOAK else count,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 

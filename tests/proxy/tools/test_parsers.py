@@ -109,7 +109,7 @@ PARTS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     format=st.sampled_from(["hermes", "llama3_json", "mistral"]),
     use=st.sampled_from([USE, REQUIRED]),
@@ -132,7 +132,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(arguments=st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
 def test_any_json_object_comes_through_as_it_was_written(arguments: dict[str, object]) -> None:
     text = json.dumps(arguments)
