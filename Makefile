@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 NODE_STAMP := tests/node/node_modules/.setup-done
 
-.PHONY: setup serve test chart-schema check bench soak chaos cluster leave slow-readers screenshots format clean
+.PHONY: setup serve test chart-schema check bench soak chaos cluster leave slow-readers sanitize screenshots format clean
 
 setup: $(STAMP)
 
@@ -80,6 +80,15 @@ slow-readers: setup
 # Ten thousand clients connect and leave: no descriptor, no memory, nothing pinned.
 leave: setup
 	TANDEM_NUM_LEAVING_CLIENTS=10000 $(BIN)/python -m pytest tests/proxy/test_connect_and_leave.py $(ARGS)
+
+# The compiled parts under the sanitizers of addresses and undefined behaviour, in a copy of the last commit.
+sanitize: setup
+	rm -rf build/sanitized && mkdir -p build/sanitized && git archive HEAD | tar -x -C build/sanitized
+	cd build/sanitized && TANDEM_SANITIZE=1 $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	cd build/sanitized && PYTHONPATH=. PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		$(abspath $(BIN))/python -m pytest --timeout 0 -n 0 -p no:cacheprovider \
+		tests/proxy/native tests/proxy/test_token_link.py tests/engine/test_kernels.py $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

@@ -1,7 +1,7 @@
 """Builds the optional C++ parts: the engine's kernels and the proxy's path of plain streams.
 
 Without a compiler the installation goes on without them, and on another processor than x86-64 without the
-kernels. Everything else is in pyproject.toml.
+kernels. With TANDEM_SANITIZE=1 they look after themselves (`make sanitize`). Everything else is in pyproject.toml.
 """
 
 import hashlib
@@ -24,6 +24,12 @@ def headers(directory: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / directory).glob("*.h"))
 
 
+SANITIZED = (
+    ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+    if os.environ.get("TANDEM_SANITIZE") == "1"
+    else []
+)
+
 KERNELS = Extension(
     "engine.native._kernels",
     sources=["engine/native/src/kernels.cpp"],
@@ -34,8 +40,9 @@ KERNELS = Extension(
     extra_compile_args=[
         *("-O3", "-g0", "-std=c++17", "-mavx2", "-mfma", "-mf16c"),
         *("-fno-math-errno", "-fvisibility=hidden", "-pthread"),
+        *SANITIZED,
     ],
-    extra_link_args=["-pthread"],
+    extra_link_args=["-pthread", *SANITIZED],
     optional=True,
 )
 
@@ -45,7 +52,8 @@ PLAIN_STREAMS = Extension(
     depends=headers("proxy/native/src"),
     define_macros=[("TANDEM_SOURCES", f'"{digest_of_sources("proxy/native/src")}"')],
     language="c++",
-    extra_compile_args=["-O2", "-g0", "-std=c++17", "-fvisibility=hidden"],
+    extra_compile_args=["-O2", "-g0", "-std=c++17", "-fvisibility=hidden", *SANITIZED],
+    extra_link_args=SANITIZED,
     optional=True,
 )
 
