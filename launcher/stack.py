@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import signal
-import socket
+from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
 import httpx
@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from engine.config import DeviceName, KernelChoice, SpeculativeMethod, WaitingPolicyName
 from engine.serving.settings import Dtype, Transport
 from launcher.child import Child, ChildSpec, first_to_end
+from launcher.ports import free_ports
 from model_files.resolve import resolve_model
 from settings.loading import ProcessSettings
 
@@ -279,8 +280,11 @@ class Stack:
             self._console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def stack_specs(settings: StackSettings) -> list[ChildSpec]:
-    """What to start, engines first."""
+def stack_specs(
+    settings: StackSettings, draw_ports: Callable[[int], Sequence[int]] = free_ports
+) -> list[ChildSpec]:
+    """What to start, engines first; `draw_ports` gives so many ports of this machine."""
+    group_port, *ports = draw_ports(1 + _num_engines(settings))
     num_threads = settings.num_threads or threads_of_each(settings, len(os.sched_getaffinity(0)))
     shared: list[str] = []
     for name in SHARED_WITH_SERVICES:
@@ -299,11 +303,14 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
                 *shlex.split(settings.completion_args),
             ],
         }
-        counts = {"prompt": settings.prompt_engines, "completion": settings.completion_engines}
-        for role, count in counts.items():
-            engines += [_service(name, f"{role}_service", arguments[role]) for name in _names(role, count)]
+        names = [("prompt", name) for name in _names("prompt", settings.prompt_engines)]
+        names += [("completion", name) for name in _names("completion", settings.completion_engines)]
+        engines += [
+            _service(name, f"{role}_service", port, arguments[role])
+            for (role, name), port in zip(names, ports, strict=True)
+        ]
     else:
-        engines += _normal_services(settings, shared)
+        engines += _normal_services(settings, shared, ports, group_port)
     proxy_arguments = ["--host", settings.host, "--port", str(settings.port), "--model", settings.model]
     proxy_arguments += ["--workers", str(settings.workers)]
     for engine in engines:
@@ -317,28 +324,33 @@ def stack_specs(settings: StackSettings) -> list[ChildSpec]:
 
 def threads_of_each(settings: StackSettings, num_cores: int) -> int:
     """No more threads than cores in all: engines whose threads take turns on a core wait for each other."""
-    num_engines = settings.prompt_engines + settings.completion_engines
-    if settings.engine == "normal":
-        num_engines = settings.dp
-    return max(1, num_cores // num_engines)
+    return max(1, num_cores // _num_engines(settings))
+
+
+def _num_engines(settings: StackSettings) -> int:
+    return (
+        settings.dp if settings.engine == "normal" else settings.prompt_engines + settings.completion_engines
+    )
 
 
 def _names(role: str, count: int) -> list[str]:
     return [role] if count == 1 else [f"{role}-{number}" for number in range(count)]
 
 
-def _normal_services(settings: StackSettings, shared: list[str]) -> list[ChildSpec]:
+def _normal_services(
+    settings: StackSettings, shared: list[str], ports: Sequence[int], group_port: int
+) -> list[ChildSpec]:
     """One service, or one for each rank of a group."""
     arguments = [*shared, "--engine", "normal", *_flags(settings, *PREFILL_OPTIONS, *DECODE_OPTIONS)]
     for name in ("prefill_attempt_interval", "prefill_any_attempt_interval"):
         arguments += _flag(name, getattr(settings, name))
     arguments += shlex.split(settings.completion_args)
     if settings.dp == 1:
-        return [_service("normal", "completion_service", arguments)]
-    arguments += ["--dp-size", str(settings.dp), "--dp-address", f"127.0.0.1:{_free_port()}"]
+        return [_service("normal", "completion_service", ports[0], arguments)]
+    arguments += ["--dp-size", str(settings.dp), "--dp-address", f"127.0.0.1:{group_port}"]
     return [
-        _service(f"normal-{rank}", "completion_service", [*arguments, "--dp-rank", str(rank)])
-        for rank in range(settings.dp)
+        _service(f"normal-{rank}", "completion_service", port, [*arguments, "--dp-rank", str(rank)])
+        for rank, port in enumerate(ports)
     ]
 
 
@@ -358,16 +370,9 @@ def _flag(name: str, value: str | int | bool | None) -> list[str]:
             return [f"--{option}", str(value)]
 
 
-def _service(name: str, module: str, arguments: list[str]) -> ChildSpec:
-    port = _free_port()
+def _service(name: str, module: str, port: int, arguments: list[str]) -> ChildSpec:
     url = f"http://127.0.0.1:{port}"
     return ChildSpec(name, module, ("--port", str(port), *arguments), url, "/health/ready")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _follow_progress(

@@ -1,6 +1,5 @@
 """Members of a group, as threads or as processes of their own; imports as little as it can."""
 
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,12 +8,6 @@ from engine.group import EngineGroup
 from engine.rendezvous import GroupPlace, join_group
 
 OPTIONS = {"--max-num-seqs": "8", "--block-size": "4"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def place(rank: int, size: int, port: int, step_timeout_s: float = 300.0) -> GroupPlace:

@@ -15,8 +15,9 @@ from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampler
 from shared_scheduler import Scheduler, SchedulerConfig
-from tests.engine.group_members import Rank, free_port, join, place
+from tests.engine.group_members import Rank, join, place
 from tests.engine.pair import Answer
+from tests.ports import free_port
 
 TIMEOUT_S = 60.0
 T = TypeVar("T")

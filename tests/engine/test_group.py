@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from engine.group import EngineGroup
 from engine.rendezvous import Member, exchange_members, find_store
 from shared_scheduler import EngineType, GroupError, SchedulerConfig
-from tests.engine.group_members import OPTIONS, Rank, free_port, join, place
+from tests.engine.group_members import OPTIONS, Rank, join, place
 from tests.engine.pair import BLOCK_SIZE, CHUNK, EOS, greedy, tiny_checkpoint
 from tests.engine.ranks import Arrival, Finish, RankEngine, connected_ranks, errors_of, in_parallel
 from tests.engine.tiny_engine import Request, TinyModel, answers_alone
+from tests.ports import free_port
 
 DETECTION_S = 10.0
 

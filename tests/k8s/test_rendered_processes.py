@@ -14,7 +14,8 @@ import pytest
 from processes.child import environment_for_child
 from tests.k8s.chart import CHART, Manifest, container, find, render, variables
 from tests.k8s.tools import Tools
-from tests.system.processes import eventually, free_port
+from tests.ports import free_port
+from tests.system.processes import eventually
 
 pytestmark = pytest.mark.system
 

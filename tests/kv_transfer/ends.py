@@ -1,6 +1,5 @@
 """Both ends of a hand-over with their threads and sockets, as tests hold them."""
 
-import socket
 import threading
 import time
 from collections import deque
@@ -116,13 +115,6 @@ def a_sink(
 
 def address_of(control_address: str, epoch: int = 1) -> PromptEngineAddress:
     return PromptEngineAddress(engine_id="prompt-0", epoch=epoch, control_address=control_address)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def hand_over(peer: Peer, sink: SinkEnd, epoch: int = 1, handover_id: str = "h") -> None:

@@ -9,8 +9,9 @@ from kv_transfer.events import Arrived, Failed, Offered, Reclaimable
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.fake import FakeTransport
 from tests.kv_transfer.builders import Pool, offer
-from tests.kv_transfer.ends import LOSS_LIMIT_S, SinkEnd, a_sink, a_source, address_of, free_port
+from tests.kv_transfer.ends import LOSS_LIMIT_S, SinkEnd, a_sink, a_source, address_of
 from tests.kv_transfer.processes import FENCED_TRANSPORTS, Peer
+from tests.ports import free_port
 
 NUM_BLOCKS, BLOCK_BYTES = 1025, 65536
 EVERY_BLOCK = list(range(1, NUM_BLOCKS))

@@ -21,10 +21,10 @@ from tests.kv_transfer.ends import (
     a_sink,
     a_source,
     address_of,
-    free_port,
     hand_over,
 )
 from tests.kv_transfer.processes import Peer
+from tests.ports import free_port
 from wire.services import PromptEngineAddress
 
 # Both ends in one process

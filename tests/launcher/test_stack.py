@@ -2,6 +2,7 @@
 
 import pytest
 
+from launcher.ports import free_ports
 from launcher.stack import StackSettings, stack_specs, threads_of_each
 
 
@@ -92,3 +93,28 @@ def test_the_cores_are_shared_out_among_the_engines(settings: dict[str, object],
 def test_threads_that_are_given_are_those_of_each_engine() -> None:
     specs = stack_specs(StackSettings.model_validate({"engine": "pair", "num_threads": 3}))
     assert [spec.arguments[spec.arguments.index("--num-threads") + 1] for spec in specs[:-1]] == ["3", "3"]
+
+
+def test_no_port_is_drawn_twice() -> None:
+    """Of four hundred that are drawn one by one, some are equal: the kernel gives them at random."""
+    assert len(set(free_ports(400))) == 400
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prompt_engines": 2, "completion_engines": 3}, {"engine": "normal", "dp": 3}]
+)
+def test_every_process_listens_at_a_port_of_its_own(settings: dict[str, object]) -> None:
+    *engines, _ = stack_specs(
+        StackSettings.model_validate(settings), lambda num_ports: range(9000, 9000 + num_ports)
+    )
+    addresses = {
+        spec.arguments[spec.arguments.index("--dp-address") + 1]
+        for spec in engines
+        if "--dp-address" in spec.arguments
+    }
+    taken = {spec.url.removeprefix("http://") for spec in engines}
+    assert len(taken) == len(engines)
+    assert not taken & addresses
+    assert [spec.arguments[:2] for spec in engines] == [
+        ("--port", spec.url.rpartition(":")[2]) for spec in engines
+    ]

@@ -1,9 +1,7 @@
 """A whole stack of real processes on loopback, as the system tests use it."""
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,7 @@ import psutil
 from launcher.child import ChildSpec
 from launcher.stack import StackSettings, stack_specs
 from processes.child import environment_for_child
+from tests.ports import free_port, free_ports
 
 START_TIMEOUT_S = 120.0
 
@@ -110,7 +109,7 @@ class RunningStack:
 
     def __enter__(self) -> "RunningStack":
         try:
-            for spec in stack_specs(self.settings):
+            for spec in stack_specs(self.settings, free_ports):
                 arguments = (*spec.arguments, *self._extra.get(spec.name.partition("-")[0], ()))
                 self._start(replace(spec, arguments=arguments))
             for service in self.services.values():
@@ -173,12 +172,6 @@ class RunningStack:
         eventually(all_free, f"all blocks are free again, now {self.free_blocks()}", timeout_s)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def post(url: str, body: object, timeout_s: float = 60.0) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=timeout_s)
@@ -190,7 +183,6 @@ def child_pids(pid: int) -> set[int]:
 
 def is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

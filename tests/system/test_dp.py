@@ -15,7 +15,8 @@ import pytest
 from launcher.stack import StackSettings, stack_specs
 from model_files.resolve import resolve_model
 from tests.engine.reference import reference_generate
-from tests.system.processes import RunningStack, ServiceProcess, eventually, free_port
+from tests.ports import free_port, free_ports
+from tests.system.processes import RunningStack, ServiceProcess, eventually
 
 pytestmark = pytest.mark.system
 
@@ -159,7 +160,7 @@ def test_ranks_with_different_settings_refuse_to_start(tmp_path: Path) -> None:
     settings = StackSettings.model_validate(
         {"port": free_port(), "engine": "normal", "dp": 2, "num_threads": 1, "dtype": "fp32"}
     )
-    specs = stack_specs(settings)[:2]
+    specs = stack_specs(settings, free_ports)[:2]
     specs[1] = type(specs[1])(
         specs[1].name,
         specs[1].module,

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.processes import child_pids, eventually, free_port, is_alive
+from tests.ports import free_port
+from tests.system.processes import child_pids, eventually, is_alive
 
 pytestmark = pytest.mark.system
 
