@@ -1,7 +1,8 @@
 """Builds the optional C++ parts: the engine's kernels and the proxy's path of plain streams.
 
 Without a compiler the installation goes on without them, and on another processor than x86-64 without the
-kernels. With TANDEM_SANITIZE=1 they look after themselves (`make sanitize`). Everything else is in pyproject.toml.
+kernels. With TANDEM_SANITIZE=1 they look after themselves (`make sanitize`). Everything else is in
+pyproject.toml.
 """
 
 import hashlib
