@@ -24,8 +24,13 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_PROBES = 3
 PROBE_TIMEOUT_S = 2.0
-PROBE_TIMEOUTS = httpx.Timeout(None, connect=0.9)
+CONNECT_TIMEOUT_S = 0.9
 """A host that is gone answers no connection either, which says so sooner than three silent probes."""
+PROBE_TIMEOUTS = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+RETRY_S = 1.0
+"""An engine that has not answered is asked again so soon, however seldom the others are."""
+STANDSTILL_S = 0.25
+"""A time-out that comes so late says that this process stood still, and nothing about the engine."""
 MAX_UNLISTED_S = 600.0
 """An engine that is not listed any more and refuses connections may still be ending streams so long."""
 
@@ -39,6 +44,10 @@ class _Watched:
     """As discovery has it."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     num_failed_probes: int = 0
+    has_answered: bool = False
+    """The latest probe."""
+    stood_still: bool = False
+    """The latest probe ran out of time while this process did nothing: once in a row that does not count."""
     is_doubted: bool = False
     """Since the last probe that went well."""
     breaker: Breaker = CLOSED
@@ -215,37 +224,55 @@ class EngineDirectory:
     async def _watch(self, watched: _Watched) -> None:
         while True:
             watched.wake.clear()
-            self._set(watched, await self._probe(watched))
+            before = watched.engine
+            seen = await self._probe(watched)
+            if watched.engine is before:
+                self._set(watched, seen)
+            else:
+                watched.wake.set()  # something else was told meanwhile, which may be newer
             if self._has_gone(watched):
                 self._forget(watched)
                 return
             try:
-                async with asyncio.timeout(self._refresh_s):
+                async with asyncio.timeout(
+                    self._refresh_s if watched.has_answered else min(self._refresh_s, RETRY_S)
+                ):
                     await watched.wake.wait()
             except TimeoutError:
                 pass
 
     async def _probe(self, watched: _Watched) -> Engine:
         engine, was_doubted = watched.engine, watched.is_doubted
+        watched.has_answered = False
+        loop = asyncio.get_running_loop()
+        asked_s = began_s = loop.time()
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 ready = await self._http.get(f"{engine.url}/health/ready", timeout=PROBE_TIMEOUTS)
                 if ready.status_code != 200:
                     _succeeded(watched, was_doubted)
                     return _as_it_says(engine, ready)
+                asked_s = loop.time()
                 answer = await self._http.get(f"{engine.url}/info", timeout=PROBE_TIMEOUTS)
                 answer.raise_for_status()
             info = _info_decoder.decode(answer.content)
         except httpx.ConnectError as error:
             if not isinstance(error.__cause__, ConnectionRefusedError | None):
-                self._after_failed_probe(watched, error)  # no host says so: nobody may answer any more
+                # No host says so: nobody may answer any more.
+                self._after_failed_probe(watched, error, was_doubted)
             problem = f"cannot connect ({error})"
             return replace(engine, is_ready=False, info=None, problem=problem, leaves_at_s=None)
         except httpx.ConnectTimeout as error:
-            engine = self._after_failed_probe(watched, error)
+            if _stood_still(watched, loop.time() - asked_s - CONNECT_TIMEOUT_S):
+                return engine
+            engine = self._after_failed_probe(watched, error, was_doubted)
             return replace(engine, is_ready=engine.is_ready and watched.num_failed_probes < 2)
-        except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError) as error:
-            return self._after_failed_probe(watched, error)
+        except TimeoutError as error:
+            if _stood_still(watched, loop.time() - began_s - PROBE_TIMEOUT_S):
+                return engine
+            return self._after_failed_probe(watched, error, was_doubted)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            return self._after_failed_probe(watched, error, was_doubted)
         _succeeded(watched, was_doubted)
         if engine.info is not None and engine.info.epoch != info.epoch:
             watched.breaker = CLOSED
@@ -253,11 +280,11 @@ class EngineDirectory:
         problem = self._mismatch(engine, info)
         return replace(engine, info=info, is_ready=not problem, problem=problem, leaves_at_s=None)
 
-    def _after_failed_probe(self, watched: _Watched, error: Exception) -> Engine:
+    def _after_failed_probe(self, watched: _Watched, error: Exception, was_doubted: bool) -> Engine:
         watched.num_failed_probes += 1
         problem = f"{type(error).__name__}: {error}".removesuffix(": ")
         if watched.num_failed_probes < MAX_FAILED_PROBES:
-            is_ready = watched.engine.is_ready and not watched.is_doubted
+            is_ready = watched.engine.is_ready and not was_doubted
             return replace(watched.engine, is_ready=is_ready, problem=problem)
         self._on_silent(watched.engine)
         return replace(watched.engine, is_ready=False, problem=problem)
@@ -311,8 +338,18 @@ def _as_seen(watched: _Watched, now_s: float) -> Engine:
 
 def _succeeded(watched: _Watched, was_doubted: bool) -> None:
     """A probe went well; `was_doubted` when it began, for one that was under way proves nothing."""
+    watched.has_answered = True
+    watched.stood_still = False
     watched.num_failed_probes = 0
     watched.is_doubted = watched.is_doubted and not was_doubted
+
+
+def _stood_still(watched: _Watched, late_s: float) -> bool:
+    """Was this process, not the engine, silent until a time-out that came so late? Then it is asked again."""
+    watched.stood_still = late_s > STANDSTILL_S and not watched.stood_still
+    if watched.stood_still:
+        watched.wake.set()
+    return watched.stood_still
 
 
 def _as_it_says(engine: Engine, answer: httpx.Response) -> Engine:

@@ -138,9 +138,21 @@ def answer_some(listener: socket.socket, answers: Sequence[bool]) -> None:
     for is_answered in answers:
         connection, _ = listener.accept()
         with connection:
-            connection.recv(1 << 16)
+            read_request(connection)
             if is_answered:
-                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+                head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+                connection.sendall(head + body)
+
+
+def read_request(connection: socket.socket) -> None:
+    """All of it: what is unread when the connection is closed would reset it."""
+    with connection.makefile("rb") as request:
+        num_bytes = 0
+        while line := request.readline().strip():
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length":
+                num_bytes = int(value)
+        request.read(num_bytes)
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ async def test_a_request_that_waits_begins_when_the_one_before_it_has_its_first_
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_request_over_its_deadline_is_ended_and_its_legs_cancelled(is_streamed: bool) -> None:
-    async with pair_stack(Answering("ok").prompt, accepted, request_timeout_s=0.3) as running:
+    async with pair_stack(Answering("ok").prompt, accepted, request_timeout_s=2.0) as running:
         response = await running.complete(stream=is_streamed)
         if is_streamed:
             *_, error, done = events(response.text)

@@ -10,9 +10,11 @@ import httpx
 import msgspec
 import pytest
 
+from proxy import engines
 from proxy.discovery.endpoints import Endpoint
 from proxy.engines import MAX_FAILED_PROBES, PROBE_TIMEOUT_S, PROBE_TIMEOUTS, EngineDirectory
 from proxy.fleet import Engine
+from tests.proxy.builders import until
 from tests.proxy.mock_engines import MockEngine
 from wire.services import EngineInfo
 
@@ -241,6 +243,78 @@ async def test_a_probe_that_was_under_way_clears_no_doubt() -> None:
     assert (await fleet.probed()).is_routable
     fleet.handlers["a"] = failing(TimeoutError())
     assert not (await fleet.probed()).is_routable
+
+
+async def test_a_doubt_that_comes_while_a_probe_is_under_way_is_not_proved_by_it() -> None:
+    fleet = Fleet("a")
+    await fleet.probed()
+
+    def doubt_and_be_silent(request: httpx.Request) -> httpx.Response:
+        fleet.directory.doubted(fleet.engine)
+        raise httpx.ConnectTimeout("slow")
+
+    fleet.handlers["a"] = doubt_and_be_silent
+    assert (await fleet.probed()).is_routable
+    assert not (await fleet.probed()).is_routable
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("CONNECT_TIMEOUT_S", httpx.ConnectTimeout("late")), ("PROBE_TIMEOUT_S", TimeoutError())],
+)
+async def test_a_time_out_far_too_late_is_this_process_own_and_counts_only_when_repeated(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
+) -> None:
+    fleet = Fleet("a")
+    (watched,) = fleet.directory._watched.values()
+    fleet.handlers["a"] = failing(error)
+    monkeypatch.setattr(engines, name, -1.0)  # ran out a second ago
+    await fleet.probed()
+    assert (watched.num_failed_probes, watched.wake.is_set()) == (0, True)
+    await fleet.probed()
+    assert watched.num_failed_probes == 1
+
+
+async def test_an_engine_that_did_not_answer_is_asked_again_soon_however_rare_the_rounds_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "RETRY_S", 0.001)
+    fleet = Fleet("a")
+    failures: list[Exception] = [httpx.ConnectError("refused"), httpx.ConnectTimeout("slow"), TimeoutError()]
+
+    def answers_at_last(request: httpx.Request) -> httpx.Response:
+        if failures:
+            raise failures.pop()
+        return ready(INFO)(request)
+
+    fleet.handlers["a"] = answers_at_last
+    async with fleet.running(), asyncio.timeout(5):
+        while not fleet.engine.is_routable:
+            await fleet.directory.wait_for_change()
+    assert failures == []
+
+
+async def test_what_an_engine_says_while_a_probe_is_under_way_is_newer() -> None:
+    fleet = Fleet("a")
+    drained: list[bool] = []
+
+    def drains_meanwhile(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/info":
+            fleet.handlers["a"] = answers_and_tells
+            fleet.directory.leaves("http://a", 30.0)
+        return ready(INFO)(request)
+
+    def answers_and_tells(request: httpx.Request) -> httpx.Response:
+        drained.append(fleet.engine.is_routable)
+        return draining(30.0)(request)
+
+    async with fleet.running(), asyncio.timeout(5):
+        while not fleet.engine.is_routable:
+            await fleet.directory.wait_for_change()
+        fleet.handlers["a"] = drains_meanwhile
+        fleet.directory.suspect(fleet.engine)
+        await until(lambda: bool(drained))
+    assert drained == [False]
 
 
 class Placed(Fleet):

@@ -94,7 +94,9 @@ async def test_a_refusal_that_races_a_fast_first_token_is_still_a_status(
         await expect_refusal(running, 429, None, is_streamed=is_streamed)
 
 
-async def test_when_both_refuse_the_prompt_engines_reason_is_told() -> None:
+async def test_when_both_refuse_the_prompt_engines_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.request_flow.PROMPT_REASON_WAIT_S", 10.0)
+
     async def prompt(call: Call) -> None:
         await completion_refused.wait()
         await call.refuse(
@@ -306,7 +308,7 @@ async def test_an_unreachable_engine_is_503_and_takes_no_further_request(is_stre
 
 @BOTH_WAYS
 async def test_an_engine_that_never_answers_is_504(is_streamed: bool) -> None:
-    async with pair_stack(silent, accepted_then_silent, first_byte_timeout_s=0.2) as running:
+    async with pair_stack(silent, accepted_then_silent, first_byte_timeout_s=2.0) as running:
         await expect_refusal(running, 504, "engine_timeout", is_streamed=is_streamed)
         for engine in running.engines:
             await expect_cancelled(engine)
@@ -325,26 +327,26 @@ async def test_an_engine_that_falls_silent_is_504() -> None:
 
 async def test_the_completion_engines_time_begins_with_the_first_token() -> None:
     async def prompt(call: Call) -> None:
-        await asyncio.sleep(1.6)  # time-outs on real sockets; a machine may pause for a second
+        await asyncio.sleep(3.2)  # time-outs on real sockets; a machine may pause for a second
         await call.first_token(ids("a")[0])
 
     async def completion(call: Call) -> None:
-        await asyncio.sleep(3.2)
+        await asyncio.sleep(6.4)
         await Answering("ab", finish_reason="length").completion(call)
 
-    async with pair_stack(prompt, completion, first_byte_timeout_s=3.0) as running:
+    async with pair_stack(prompt, completion, first_byte_timeout_s=6.0) as running:
         assert (await running.complete()).json()["choices"][0]["text"] == "ab"
 
 
 async def test_a_completion_engine_that_never_takes_over_is_504() -> None:
-    async with pair_stack(first_token(), silent, first_byte_timeout_s=0.3) as running:
+    async with pair_stack(first_token(), silent, first_byte_timeout_s=2.0) as running:
         await expect_refusal(running, 504, "engine_timeout", is_streamed=False)
         *_, error, done = events((await running.complete(stream=True)).text)
         assert (json.loads(error)["error"]["code"], done) == ("engine_timeout", "[DONE]")
 
 
 async def test_a_long_stream_outlives_every_time_out() -> None:
-    num_tokens = 5
+    num_tokens = 10
 
     async def completion(call: Call) -> None:
         await call.accept()
@@ -353,7 +355,7 @@ async def test_a_long_stream_outlives_every_time_out() -> None:
             await call.tokens(index, ids("b"), finish_reason="length" if index == num_tokens - 1 else None)
         await call.end()
 
-    timeouts = {"first_byte_timeout_s": 1.7, "stall_timeout_s": 1.7}
+    timeouts = {"first_byte_timeout_s": 4.0, "stall_timeout_s": 4.0}
     async with pair_stack(first_token(), completion, **timeouts) as running:
         assert (await running.complete()).json()["usage"]["completion_tokens"] == num_tokens
 
@@ -361,7 +363,8 @@ async def test_a_long_stream_outlives_every_time_out() -> None:
 async def test_an_engine_that_never_answers_delays_nobody_else() -> None:
     answering = Answering("ok")
     good, bad = MockEngine("prompt", answering.prompt), MockEngine("prompt", silent)
-    async with stack(good, bad, MockEngine("completion", answering.completion)) as running:
+    engines = good, bad, MockEngine("completion", answering.completion)
+    async with stack(*engines, prompt_policy="round_robin") as running:
         stuck = [asyncio.create_task(running.complete()) for _ in range(8)]
         await bad.call(3)
         async with asyncio.timeout(4):

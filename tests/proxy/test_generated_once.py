@@ -83,7 +83,7 @@ async def test_an_engine_that_never_answers_has_lost_its_request_when_one_other_
 ) -> None:
     scripts = Generating({0: stalls})
     engines = normal_engines(scripts, has_link=has_link)
-    async with stack(*engines, max_migrations=5, first_byte_timeout_s=0.3) as running:
+    async with stack(*engines, max_migrations=5, first_byte_timeout_s=2.0) as running:
         assert whole(await streamed(running)) == (TEXT, ["stop"])
         calls = (call for engine in engines for call in engine.calls)
         first, _ = sorted(calls, key=lambda call: call.arrived_s)

@@ -90,7 +90,7 @@ async def test_a_handover_that_a_silent_engine_does_not_take_is_taken_by_another
         await call.client_left.wait()
 
     fleet = Fleet(says_nothing, has_link=has_link)
-    patience = {"first_byte_timeout_s": 1.0}
+    patience = {"first_byte_timeout_s": 3.0}
     async with stack(
         *fleet.engines, completion_policy="round_robin", max_migrations=5, **patience
     ) as running:

@@ -97,7 +97,7 @@ async def test_a_handover_whose_client_leaves_before_it_is_taken_over_is_withdra
         params = (await of_prompt.client.post(TEXT, json=first)).json()["kv_transfer_params"]
         with pytest.raises(httpx.ReadTimeout):
             await of_completion.client.post(
-                TEXT, json={**text_body(), "kv_transfer_params": params}, timeout=0.5
+                TEXT, json={**text_body(), "kv_transfer_params": params}, timeout=httpx.Timeout(30, read=2)
             )
         await until(lambda: of_completion.services.draining.num_open_requests == 0)
         await until(lambda: is_taken_over or bool(prompt.withdrawn))

@@ -1,5 +1,4 @@
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -43,14 +42,12 @@ async def test_chats_that_are_large_without_content_are_rendered_off_the_event_l
 
 
 async def test_a_long_text_does_not_stop_the_event_loop(smollm: TextModel) -> None:
-    text, longest_s = "lorem ipsum 12 " * 20_000, 0.0
-    started_s = last_s = time.monotonic()
+    text, num_turns = "lorem ipsum 12 " * 20_000, 0
     task = asyncio.create_task(smollm.text_prompt(text, 10**6))
     while not task.done():
         await asyncio.sleep(0.001)
-        now_s = time.monotonic()
-        longest_s, last_s = max(longest_s, now_s - last_s), now_s
-    assert longest_s < (last_s - started_s) / 2
+        num_turns += 1
+    assert num_turns > 5, "tokenizing on the loop would take one turn"
     token_ids = await task
     assert token_ids == tuple(smollm.tokenizer.encode(text).ids)
     assert await smollm.text_of(token_ids) == text

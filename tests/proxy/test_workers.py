@@ -105,7 +105,10 @@ def test_counts_of_workers_are_summed_and_what_all_see_is_not() -> None:
     assert merged.get_sample_value("tandem_proxy_ready_engines") == 2.0
 
 
-async def test_workers_ask_all_others_and_leave_out_who_is_gone(tmp_path: Path) -> None:
+async def test_workers_ask_all_others_and_leave_out_who_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.workers.peers.ASK_TIMEOUT_S", 30.0)
     peers = [Peers(tmp_path, number) for number in range(3)]
     for number, peer in enumerate(peers[:2]):
         await peer.serve(lambda line, number=number: f"{number} {line}".encode())  # type: ignore[misc]

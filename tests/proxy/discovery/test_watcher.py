@@ -70,6 +70,7 @@ class Watched:
     def __exit__(self, *exception: object) -> None:
         self.watcher.stop()
         self.watcher.join()
+        self.watcher._thread.join(10)
         assert not self.watcher._thread.is_alive()
 
     def pods(self) -> list[str]:
