@@ -15,6 +15,7 @@ from functools import partial
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.proxy.builders import events, until
 from tests.proxy.mock_engines import Call, MockEngine, serving
 
@@ -52,8 +53,7 @@ async def proxy_process(*flags: str) -> AsyncIterator[RunningProxy]:
 
     engine = MockEngine("normal", script)
     engine.info = replace(engine.info, model=MODEL)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     async with serving(engine) as url, httpx.AsyncClient(
         base_url=f"http://127.0.0.1:{port}", trust_env=False, transport=retrying(), timeout=30
     ) as client:  # fmt: skip
