@@ -37,7 +37,7 @@ BIND_RETRY_S = 5.0
 POLL_S = 0.05
 RETRY_S = 0.3
 STORE_TIMEOUT = timedelta(seconds=5)
-READ_WAIT_S = 3.0
+READ_WAIT_S = 15.0
 """How long rank 0 keeps the store up after a mismatch, so that the others can read what differs."""
 
 ReportProgress = Callable[[str, float], None]

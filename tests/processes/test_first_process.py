@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +11,22 @@ import pytest
 from processes.first_process import EXIT_CODE
 
 IN_A_PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
+HELD = """
+import os, runpy, sys
+from processes import first_process
+
+program, end_when_told = sys.argv[1], first_process.end_when_told
+
+def end_when_told_and_wait():
+    end_when_told()
+    imported = sorted({program + ".main", "fastapi", "torch"} & sys.modules.keys())
+    print("can end as process", os.getpid(), imported, flush=True)
+    sys.exit(sys.stdin.read())
+
+first_process.end_when_told = end_when_told_and_wait
+runpy.run_module(program, run_name="__main__", alter_sys=True)
+"""
+"""`python -m PROGRAM` that goes no further than its first call, for as long as nothing comes from stdin."""
 
 
 def can_make_pid_namespaces() -> bool:
@@ -22,31 +36,18 @@ def can_make_pid_namespaces() -> bool:
         return False
 
 
-def has_handler(pid: int, number: signal.Signals) -> bool:
-    status = Path(f"/proc/{pid}/status").read_text()
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-
-
 @pytest.mark.system
 @pytest.mark.skipif(not can_make_pid_namespaces(), reason="no process namespaces can be made here")
 @pytest.mark.parametrize("program", ["proxy", "prompt_service", "completion_service", "launcher"])
 def test_a_container_that_is_told_to_end_while_it_starts_ends_at_once(program: str) -> None:
-    """Long before it serves: its exit code would then be 0."""
+    """Before it imports what it is, let alone serves: its exit code would then be 0."""
     environment = {**os.environ, f"TANDEM_{program.removesuffix('_service').upper()}_PORT": "0"}
-    command = [*IN_A_PID_NAMESPACE, sys.executable, "-m", program]
+    command = [*IN_A_PID_NAMESPACE, sys.executable, "-c", HELD, program]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as unshare:
-        first = first_process_of(unshare.pid)
-        while not has_handler(first.pid, signal.SIGTERM):
-            time.sleep(0.01)
+        assert unshare.stdout is not None
+        assert unshare.stdout.readline() == "can end as process 1 []\n"
+        (first,) = psutil.Process(unshare.pid).children()
         first.send_signal(signal.SIGTERM)
         assert unshare.wait(60.0) == EXIT_CODE
-
-
-def first_process_of(pid: int) -> psutil.Process:
-    while True:
-        for child in psutil.Process(pid).children():
-            return child
-        time.sleep(0.01)

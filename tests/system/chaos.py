@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tests.system.processes import RunningStack, ServiceProcess, eventually
@@ -56,12 +56,12 @@ class Streams:
         after_chunks: int = 8,
         num_begun: int | None = None,
     ) -> list[str]:
-        """All texts; `during` is called when so many streams (all) have sent `after_chunks` chunks."""
+        """All texts; `during` is called when so many streams (all) have sent so many chunks, or ended."""
         needed = len(self._asks) if num_begun is None else num_begun
         with ThreadPoolExecutor(len(self._asks)) as pool:
-            running = [pool.submit(self._stream, place) for place in range(len(self._asks))]
+            running = self._send(pool)
             eventually(
-                lambda: self._num_begun(after_chunks) >= needed or any(task.done() for task in running),
+                lambda: self._num_begun(running, after_chunks) >= needed,
                 f"{needed} streams have begun",
                 STREAM_TIMEOUT_S,
             )
@@ -71,8 +71,25 @@ class Streams:
                 self._has_happened.set()
             return [task.result(STREAM_TIMEOUT_S) for task in running]
 
-    def _num_begun(self, after_chunks: int) -> int:
-        return sum(num_chunks >= after_chunks for num_chunks in self._num_chunks)
+    def _send(self, pool: ThreadPoolExecutor) -> list[Future[str]]:
+        """Endless streams first, each once the one before has begun: so the proxy spreads them evenly."""
+        running: dict[int, Future[str]] = {}
+        for is_endless in (True, False):
+            for place, ask in enumerate(self._asks):
+                if (ask.num_read is not None) == is_endless:
+                    running[place] = pool.submit(self._stream, place)
+                    if is_endless:
+                        self._wait_for_first_chunk(place, running[place])
+        return [running[place] for place in range(len(self._asks))]
+
+    def _wait_for_first_chunk(self, place: int, task: Future[str]) -> None:
+        eventually(
+            lambda: self._num_chunks[place] > 0 or task.done(), f"stream {place} has begun", STREAM_TIMEOUT_S
+        )
+
+    def _num_begun(self, running: list[Future[str]], after_chunks: int) -> int:
+        pairs = zip(self._num_chunks, running, strict=True)
+        return sum(num_chunks >= after_chunks or task.done() for num_chunks, task in pairs)
 
     def _stream(self, place: int) -> str:
         text, num_read = "", self._asks[place].num_read

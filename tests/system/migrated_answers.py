@@ -1,6 +1,7 @@
 """Requests of every kind, and their answers in a form in which a migrated one equals an undisturbed one."""
 
 import json
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ KINDS: dict[str, Kind] = {
     ),
     "two choices, not streamed": Kind(
         "chat/completions",
-        {"messages": MESSAGES, "max_tokens": 100, "n": 2, "logprobs": True, "ignore_eos": True},
+        {"messages": MESSAGES, "max_tokens": 300, "n": 2, "logprobs": True, "ignore_eos": True},
     ),
     "stop string": Kind(
         "completions",
@@ -90,33 +91,45 @@ class Answer:
 class Answers:
     """All kinds at once."""
 
-    def __init__(self, stack: RunningStack) -> None:
+    def __init__(self, stack: RunningStack, max_tokens: int | None = None) -> None:
+        """`max_tokens`: answers shorter than the kinds want them, where just the prompts matter."""
         self._stack = stack
+        self._max_tokens = max_tokens
+        self._run_id = uuid.uuid4().hex
         self._answers = {name: Answer() for name in KINDS}
 
     def run(self, during: Callable[[], None] = lambda: None) -> dict[str, Answer]:
-        """`during` is called when all that are streamed have sent a few events."""
+        """`during` is called when each has sent a few events, or ended, and the longest is being decoded."""
         with ThreadPoolExecutor(len(KINDS)) as pool:
-            running = [pool.submit(self._ask, name) for name in KINDS]
+            running = {name: pool.submit(self._ask, name) for name in KINDS}
             eventually(
-                lambda: self._have_begun() or any(task.done() for task in running),
-                "every stream has begun",
+                lambda: all(self._has_begun(name) or task.done() for name, task in running.items()),
+                "every answer has begun",
                 STREAM_TIMEOUT_S,
             )
             during()
-            for task in running:
+            for task in running.values():
                 task.result(STREAM_TIMEOUT_S)
         return self._answers
 
-    def _have_begun(self) -> bool:
-        streamed = [self._answers[name] for name, kind in KINDS.items() if kind.fields.get("stream")]
-        return all(answer.num_events >= 10 for answer in streamed)
+    def _has_begun(self, name: str) -> bool:
+        if KINDS[name].fields.get("stream"):
+            return self._answers[name].num_events >= 10
+        # Nothing of it can be seen here before it ends, so the proxy is asked.
+        trace = httpx.get(f"{self._stack.url}/page/requests/{self._request_id(name)}", timeout=30.0).json()
+        return bool(trace["state"] == "completion")
+
+    def _request_id(self, name: str) -> str:
+        return f"{self._run_id}.{list(KINDS).index(name)}"
 
     def _ask(self, name: str) -> None:
         kind, answer = KINDS[name], self._answers[name]
         body = {"model": MODEL, **SAMPLED, **kind.fields}
+        if self._max_tokens is not None:
+            body["max_tokens" if "max_tokens" in body else "max_output_tokens"] = self._max_tokens
         url = f"{self._stack.url}/v1/{kind.path}"
-        with httpx.stream("POST", url, json=body, timeout=STREAM_TIMEOUT_S) as response:
+        headers = {"x-request-id": self._request_id(name)}
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=STREAM_TIMEOUT_S) as response:
             if not kind.fields.get("stream"):
                 assert response.status_code == 200, response.read()
                 answer.num_migrations = response.headers["x-tandem-migrations"]

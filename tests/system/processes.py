@@ -61,6 +61,10 @@ class ServiceProcess:
         answer: dict[str, object] = httpx.get(self.url + "/info", timeout=5.0).json()
         return answer
 
+    def epoch(self) -> object:
+        """Of the engine; None while there is none."""
+        return self.info().get("epoch")
+
     def num_free_blocks(self) -> int:
         return int(str(self.info()["num_free_blocks"]))
 

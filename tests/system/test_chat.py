@@ -43,7 +43,11 @@ def test_every_turn_moves_only_what_is_new_and_answers_as_a_cold_run() -> None:
     """P9 and T16; the prompt engine fetches the answers of earlier turns from the completion engine."""
     with (
         RunningStack(
-            dtype="fp32", transport="zmq", max_num_batched_tokens=64, block_size=BLOCK_SIZE
+            dtype="fp32",
+            transport="zmq",
+            max_num_batched_tokens=64,
+            block_size=BLOCK_SIZE,
+            extra={"prompt": ("--pull-back-wait-s", "20")},
         ) as stack,
         stack.client() as client,
     ):

@@ -28,6 +28,20 @@ PROMPT = "Once upon a time there was a"
 NUM_TOKENS = 12
 N = 4
 SEED = 11
+LEASE_S = 100.0
+BACK_LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[RunningStack]:
+    """Its prompt engine's lease is far longer than a test waits for blocks."""
+    with RunningStack(
+        dtype="fp32",
+        transport="zmq",
+        max_num_batched_tokens=64,
+        extra={"prompt": ("--lease-s", str(LEASE_S))},
+    ) as stack:
+        yield stack
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +191,10 @@ async def soon(condition: Callable[[], bool], what: str, timeout_s: float) -> No
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_blocks_return_within_a_second_when_the_completion_engine_refuses(
+async def test_blocks_return_long_before_the_lease_ends_when_the_completion_engine_refuses(
     stack: RunningStack, n: int
 ) -> None:
-    """T1: it refuses when the prompt engine has answered and holds its blocks under a lease of 10 s."""
+    """T1: it refuses when the prompt engine has answered and holds its blocks under a lease."""
     prompt = stack.prompt
 
     async def completion(call: Call) -> None:
@@ -190,11 +204,11 @@ async def test_blocks_return_within_a_second_when_the_completion_engine_refuses(
     async with proxy_before(prompt, completion) as url, httpx.AsyncClient(trust_env=False) as client:
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "n": n}
         response = await client.post(url + "/v1/completions", json=body, timeout=60)
-        await soon(lambda: not holds_blocks(prompt), "the blocks are back", 1.0)
+        await soon(lambda: not holds_blocks(prompt), "the blocks are back", BACK_LIMIT_S)
     assert response.status_code == 429
 
 
-async def test_blocks_return_within_a_second_when_the_client_leaves_between_the_legs(
+async def test_blocks_return_long_before_the_lease_ends_when_the_client_leaves_between_the_legs(
     stack: RunningStack,
 ) -> None:
     """T3, with a completion engine that accepts and never reads."""
@@ -210,4 +224,4 @@ async def test_blocks_return_within_a_second_when_the_client_leaves_between_the_
             lines = response.aiter_lines()  # kept: a dropped one closes the connection
             assert (await anext(lines)).startswith("data: ")
             await soon(lambda: holds_blocks(prompt), "the prompt is computed", 30.0)
-        await soon(lambda: not holds_blocks(prompt), "the blocks are back", 1.0)
+        await soon(lambda: not holds_blocks(prompt), "the blocks are back", BACK_LIMIT_S)

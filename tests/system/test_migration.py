@@ -11,7 +11,7 @@ import pytest
 
 from tests.system.chaos import FAULTS, Ask, Streams, bring_back, drain_service
 from tests.system.migrated_answers import Answers
-from tests.system.processes import RunningStack
+from tests.system.processes import RunningStack, eventually
 
 pytestmark = pytest.mark.system
 
@@ -44,32 +44,38 @@ def num_migrations(stack: RunningStack, reason: str) -> float:
 def test_streams_of_a_killed_engine_go_on_at_the_other_completion_engine(
     stack: RunningStack, expected: list[str]
 ) -> None:
+    """Of the two that do not end by themselves each has an engine of its own, so one of them is hit."""
     fault = "kill -9 of the engine"
-    texts = Streams(stack, ASKS).run(lambda: FAULTS[fault](stack.services["completion-0"]), after_chunks=4)
-    assert texts == expected
-    assert num_migrations(stack, "refused") > 0
+
+    def kill() -> None:
+        FAULTS[fault](stack.services["completion-0"])
+        eventually(lambda: num_migrations(stack, "refused") > 0, "streams go on at the other engine")
+
+    assert Streams(stack, ASKS).run(kill, after_chunks=4) == expected
     bring_back(stack, "completion-0", fault)
 
 
 def test_a_service_that_drains_is_left_by_long_streams_at_once_and_by_short_ones_when_they_end(
     stack: RunningStack, expected: list[str]
 ) -> None:
-    """The process is gone long before its grace ends; of two long streams one or both were there."""
+    """The process is gone long before its grace ends; one of the two long streams was there."""
     service = stack.services["completion-0"]
+    num_before = num_migrations(stack, "draining")
 
     def drain() -> None:
         drain_service(service)
         assert service.process.wait(0.75 * GRACE_S) == 0
 
-    texts = Streams(stack, ASKS).run(drain, after_chunks=4)
+    # Short ones have shown their pace by then: one that a pause made slow at its start would count as long.
+    texts = Streams(stack, ASKS).run(drain, after_chunks=16)
     assert texts == expected
-    assert 1 <= num_migrations(stack, "draining") <= 2
+    assert num_migrations(stack, "draining") - num_before == 1
     bring_back(stack, "completion-0", "SIGTERM of the service")
 
 
 def test_answers_of_every_kind_are_those_of_an_undisturbed_run(stack: RunningStack) -> None:
     """Both completion engines die, so that every answer is migrated."""
-    Answers(stack).run()  # what is cached counts in usage: from here on it is the same
+    Answers(stack, max_tokens=16).run()  # what is cached counts in usage: from here on it is the same
     undisturbed = Answers(stack).run()
     fault = "kill -9 of the engine"
 
