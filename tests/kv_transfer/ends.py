@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from kv_transfer.events import Arrived, Failed, Offered, SinkEvent, SourceEvent
 from kv_transfer.layout import Identity
+from kv_transfer.pump import Clock
 from kv_transfer.settings import TransferSettings
 from kv_transfer.sink import HandoverSink
 from kv_transfer.source import HandoverSource
@@ -19,8 +20,8 @@ from wire.services import PromptEngineAddress
 
 _T = TypeVar("_T")
 
-LOSS_LIMIT_S = 2.0
-"""The longest a request may hang on a dead prompt engine."""
+LOSS_LIMIT_S = 8.0
+"""The longest a request may hang on a dead prompt engine: less than a lease, which would end it too."""
 
 
 class Inbox(Generic[_T]):
@@ -51,6 +52,7 @@ class SourceEnd:
         address: str,
         settings: TransferSettings | None = None,
         pool: Pool | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._inbox: Inbox[SourceEvent] = Inbox()
         self.pool = (pool or Pool()).fill()
@@ -61,6 +63,7 @@ class SourceEnd:
             address,
             settings or TransferSettings(),
             self._inbox.wake,
+            clock=clock,
         )
 
     def event(self) -> SourceEvent:
@@ -69,12 +72,19 @@ class SourceEnd:
 
 class SinkEnd:
     def __init__(
-        self, transport: str, settings: TransferSettings, pool: Pool, own_identity: Identity
+        self,
+        transport: str,
+        settings: TransferSettings,
+        pool: Pool,
+        own_identity: Identity,
+        clock: Clock,
     ) -> None:
         self._inbox: Inbox[SinkEvent] = Inbox()
         self.pool = pool
         self.transport = make_transport(transport)
-        self.sink = HandoverSink(own_identity, pool.regions, self.transport, settings, self._inbox.wake)
+        self.sink = HandoverSink(
+            own_identity, pool.regions, self.transport, settings, self._inbox.wake, clock=clock
+        )
 
     def event(self, timeout_s: float = TIMEOUT_S) -> SinkEvent:
         return self._inbox.next(self.sink.events, timeout_s)
@@ -91,8 +101,9 @@ def a_source(
     address: str = "tcp://127.0.0.1:0",
     settings: TransferSettings | None = None,
     pool: Pool | None = None,
+    clock: Clock = time.monotonic,
 ) -> Iterator[SourceEnd]:
-    end = SourceEnd(transport, address, settings, pool)
+    end = SourceEnd(transport, address, settings, pool, clock)
     yield end
     end.source.close()
     assert end.source.stats().internal_errors == 0
@@ -104,9 +115,14 @@ def a_sink(
     settings: TransferSettings | None = None,
     pool: Pool | None = None,
     own_identity: Identity | None = None,
+    clock: Clock = time.monotonic,
 ) -> Iterator[SinkEnd]:
     end = SinkEnd(
-        transport, settings or TransferSettings(), pool or Pool(), own_identity or identity("completion-0", 9)
+        transport,
+        settings or TransferSettings(),
+        pool or Pool(),
+        own_identity or identity("completion-0", 9),
+        clock,
     )
     yield end
     end.sink.close()

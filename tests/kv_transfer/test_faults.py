@@ -9,13 +9,17 @@ from kv_transfer.events import Arrived, Failed, Offered, Reclaimable
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.fake import FakeTransport
 from tests.kv_transfer.builders import Pool, offer
+from tests.kv_transfer.clocks import JumpingClock
 from tests.kv_transfer.ends import LOSS_LIMIT_S, SinkEnd, a_sink, a_source, address_of
 from tests.kv_transfer.processes import FENCED_TRANSPORTS, Peer
 from tests.ports import free_port
+from tests.system.processes import eventually
 
 NUM_BLOCKS, BLOCK_BYTES = 1025, 65536
 EVERY_BLOCK = list(range(1, NUM_BLOCKS))
-AT_ONCE_S = 0.5
+AT_ONCE_S = 8.0
+"""Far less than a pause of the breaker, `PAUSE_S` or the half of it."""
+PAUSE_S = 100.0
 BACK_LIMIT_S = 5.0
 """A restarted prompt engine is talked to again within this."""
 
@@ -43,8 +47,8 @@ def pull_until_it_works(sink: SinkEnd, peer: Peer, address: str, epoch: int = 1)
 
 
 def test_t15_blocks_of_a_read_that_does_not_end_are_quarantined_until_its_peer_is_fenced() -> None:
-    settings = TransferSettings(read_timeout_s=0.1, fence_after_s=0.3)
-    with a_source() as source, a_sink(settings=settings) as sink:
+    clock, settings = JumpingClock(), TransferSettings(read_timeout_s=0.1, fence_after_s=0.3)
+    with a_source() as source, a_sink(settings=settings, clock=clock) as sink:
         transport = sink.transport
         assert isinstance(transport, FakeTransport)
         transport.stalled = True
@@ -52,9 +56,12 @@ def test_t15_blocks_of_a_read_that_does_not_end_are_quarantined_until_its_peer_i
         source.source.offer(offer())
         assert isinstance(sink.event(), Offered)
         sink.sink.pull("h", [7, 8])
+        eventually(lambda: transport.num_reads == 1, "the read begins")
+        clock.jump(2 * settings.read_timeout_s)
         failed = sink.failure()
         assert (failed.reason, failed.blocks_safe) == ("read_timeout", False)
         assert sink.sink.stats().num_quarantined_blocks == 2
+        clock.jump(settings.fence_after_s)
         assert sink.event() == Reclaimable("h")
         stats = sink.sink.stats()
         assert (stats.num_quarantined_blocks, stats.fences, transport.num_open) == (0, 1, 0)
@@ -101,13 +108,18 @@ def test_t20_killed_source_that_restarts_at_its_address_is_read_again(real_trans
                 for index in range(4):
                     sink.sink.request(f"dead-{epoch}-{index}", address_of(address, epoch))
                 for _ in range(4):
-                    assert sink.failure(LOSS_LIMIT_S).reason in ("connect_failed", "peer_paused")
+                    failed = sink.failure(LOSS_LIMIT_S)
+                    assert failed.reason in ("connect_failed", "peer_paused")
+                    assert "nobody listens there" in failed.message
 
 
 def test_peer_that_fails_again_and_again_is_refused_at_once_and_tried_again_later() -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    settings = TransferSettings(refused_timeout_s=0.05, breaker_failures=2, breaker_pause_s=1.0)
-    with a_sink("zmq", settings) as sink:
+    clock = JumpingClock(runs=True)
+    settings = TransferSettings(
+        refused_timeout_s=0.05, breaker_failures=2, breaker_pause_s=PAUSE_S, breaker_max_pause_s=PAUSE_S
+    )
+    with a_sink("zmq", settings, clock=clock) as sink:
         for index in range(2):
             sink.sink.request(f"dead-{index}", address_of(address))
             assert sink.failure().reason == "connect_failed"
@@ -119,5 +131,6 @@ def test_peer_that_fails_again_and_again_is_refused_at_once_and_tried_again_late
         assert failed.message.startswith(f"prompt engine prompt-0 at {address}: it failed 2 times in a row")
         assert sink.sink.stats().num_paused_peers == 1
         with Peer("source", "zmq", address=address) as peer:
+            clock.jump(PAUSE_S)
             assert pull_until_it_works(sink, peer, address) < BACK_LIMIT_S
         assert sink.sink.stats().failures_by_reason["peer_paused"] >= 1

@@ -1,5 +1,6 @@
 """T5: whatever bytes come to a control or data socket are counted and dropped; the service goes on."""
 
+import gc
 import os
 import random
 import socket
@@ -215,6 +216,7 @@ def test_t5_a_reader_of_lying_data_fails_its_read_and_writes_nowhere_else(liar: 
 
 
 def test_t7_aborted_requests_leave_memory_and_descriptors_flat() -> None:
+    gc.collect()  # what other tests left open is not to be closed meanwhile
     with a_source("zmq") as source, a_sink("zmq") as sink:
         address = address_of(source.source.control_address)
 
@@ -233,5 +235,5 @@ def test_t7_aborted_requests_leave_memory_and_descriptors_flat() -> None:
         before = abort(0, 500)
         after = abort(500, NUM_ABORTED - 500)
         assert after[0] - before[0] < 16 << 20
-        assert after[1] == before[1]
+        assert after[1] <= before[1]
         assert (sink.sink.stats().num_handovers, source.source.stats().num_pinned) == (0, 0)

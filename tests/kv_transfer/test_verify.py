@@ -20,7 +20,7 @@ from tests.kv_transfer.ends import a_sink, a_source, address_of
 
 VERIFY = TransferSettings(verify_kv=True)
 NUM_PARTS, TOKEN_BYTES = 2, 3
-LEASE_S, SLICE_S = 1.0, 0.1
+LEASE_S, SLICE_S = 3.0, 0.3
 
 
 def run(slot: int | None, corrupt: set[int], source: TransferSettings = VERIFY) -> tuple[object, object]:
