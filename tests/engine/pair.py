@@ -177,6 +177,7 @@ class EnginePair:
         completion_cache: bool = False,
         completion_block_size: int = BLOCK_SIZE,
         verify_kv: bool = False,
+        prompt_clock: Callable[[], float] = time.monotonic,
         source_clock: Callable[[], float] = time.monotonic,
         admission_estimate: bool = False,
         pull_back: PullBackLimits | None = None,
@@ -240,6 +241,7 @@ class EnginePair:
                 else PullBack(scheduler, fetching, pull_back),
             ),
             overlap=overlap,
+            clock=prompt_clock,
             prefix_cache=prompt_cache,
         )
         self.completion = TestEngine(

@@ -1,6 +1,7 @@
 """Engines that step alike: votes, idle ranks, placeholders, and what ends a group."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -87,12 +88,19 @@ def test_a_rank_that_votes_while_another_steps_is_told(ranks: list[Rank]) -> Non
 # ----- sleep
 
 
+def sleep_until_called(ranks: list[Rank]) -> None:
+    """No vote is due by time: one that a rank holds alone ends only when its step times out."""
+    for rank in ranks:
+        rank.group._idle_vote_s = math.inf
+
+
 def test_sleeping_ranks_are_woken_by_the_one_that_has_work(ranks: list[Rank]) -> None:
     def wake_up(r: int) -> bool:
         if r == 1:
             assert ranks[1].woken.wait(10)
         return ranks[r].group.takes_step(r == 0)
 
+    sleep_until_called(ranks)
     assert not ranks[1].group.takes_step(False)
     assert in_parallel(2, wake_up) == [True, True]
 
@@ -105,6 +113,7 @@ def test_a_call_to_a_past_vote_wakes_nobody_twice(ranks: list[Rank]) -> None:
         begin(ranks[r].group, 1, has_work=False)
         return ranks[r].group.takes_step(False)
 
+    sleep_until_called(ranks)
     assert in_parallel(2, vote_once) == [False, False]
 
 

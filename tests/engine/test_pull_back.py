@@ -1,6 +1,8 @@
 """A prompt engine fetches an earlier turn's answer from the engine that decoded it, or computes it."""
 
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from engine.handover_role import HandoverRole
 from engine.pull_back import PullBackLimits
 from tests.engine.pair import BLOCK_SIZE, CHUNK, EnginePair, engine_pair, greedy, run_normal, tiny_checkpoint
+from tests.kv_transfer.clocks import JumpingClock
 
 NUM_OUTPUT = 17
 LIMITS = PullBackLimits(min_tokens=2 * BLOCK_SIZE, wait_s=20.0)
@@ -23,13 +26,15 @@ def tokens(count: int, seed: int) -> list[int]:
     return [chance.randrange(3, 128) for _ in range(count)]
 
 
-def chatting_pair(checkpoint: Path, limits: PullBackLimits = LIMITS, prompt_cache: bool = True) -> EnginePair:
+def chatting_pair(checkpoint: Path, clock: Callable[[], float] = time.monotonic) -> EnginePair:
+    """`clock`: the prompt engine's."""
     return EnginePair(
         checkpoint,
         completion_blocks=128,
-        prompt_cache=prompt_cache,
+        prompt_cache=True,
         completion_cache=True,
-        pull_back=limits,
+        pull_back=LIMITS,
+        prompt_clock=clock,
     )
 
 
@@ -91,8 +96,8 @@ def test_an_engine_that_has_nothing_is_asked_once_and_the_prompt_is_computed(che
 
 @pytest.mark.parametrize("fault", ["error", "stall", "dead"])
 def test_whatever_goes_wrong_the_prompt_is_computed(checkpoint: Path, fault: str) -> None:
-    limits = PullBackLimits(min_tokens=2 * BLOCK_SIZE, wait_s=0.2 if fault == "stall" else 20.0)
-    pair = chatting_pair(checkpoint, limits)
+    clock = JumpingClock(runs=True)
+    pair = chatting_pair(checkpoint, clock)
     try:
         prompt, _ = second_turn(pair)
         if fault == "error":
@@ -102,11 +107,16 @@ def test_whatever_goes_wrong_the_prompt_is_computed(checkpoint: Path, fault: str
         else:
             assert pair.lending is not None
             pair.lending.close()
-        answer = ask(pair, "second", prompt)
-        assert {"cold": answer} == run_normal(checkpoint, {"cold": prompt}, greedy(NUM_OUTPUT))
+        pair.add("second", prompt, greedy(NUM_OUTPUT))
+        if fault == "stall":
+            pair.run_until(lambda: pair.fetching_transport.num_reads == 1, "the read begins")
+            clock.jump(LIMITS.wait_s)
+        pair.run_until(lambda: pair.completion.has_ended("second"), "the answer")
+        answer = pair.answer("second")
         assert counter(pair.prompt.role, "pull_back_tokens") == 0
         if fault == "stall":
             assert not pair.prompt.is_drained
+        assert {"cold": answer} == run_normal(checkpoint, {"cold": prompt}, greedy(NUM_OUTPUT))
         pair.fetching_transport.stalled = False
         pair.run_until(lambda: pair.prompt.is_drained, "the blocks of the fetch go back")
     finally:

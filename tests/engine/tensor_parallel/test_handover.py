@@ -64,7 +64,13 @@ def check_pair(
     completion_tp: int,
     **others: str,
 ) -> None:
-    options = {"transport": transport, "verify_kv": True, "pull_back_min_tokens": 8, **others}
+    options = {
+        "transport": transport,
+        "verify_kv": True,
+        "pull_back_min_tokens": 8,
+        "pull_back_wait_s": 20.0,
+        **others,
+    }
     with (
         engine(checkpoint, role="prompt", engine_id="prompt", tp=prompt_tp, **options) as prompt,
         engine(
