@@ -29,7 +29,9 @@ NUM_TOKENS = 12
 N = 4
 SEED = 11
 LEASE_S = 100.0
-BACK_LIMIT_S = 20.0
+BACK_WITHIN_S = 1.0
+NUM_TRIES = 3
+"""A machine may pause for a second in one of them, hardly in all."""
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +192,14 @@ async def soon(condition: Callable[[], bool], what: str, timeout_s: float) -> No
         await asyncio.sleep(0.01)
 
 
+async def seconds_until_blocks_are_back(prompt: ServiceProcess) -> float:
+    began_s = time.monotonic()
+    await soon(lambda: not holds_blocks(prompt), "the blocks are back", LEASE_S / 5)
+    return time.monotonic() - began_s
+
+
 @pytest.mark.parametrize("n", [1, 3])
-async def test_blocks_return_long_before_the_lease_ends_when_the_completion_engine_refuses(
+async def test_blocks_return_within_a_second_when_the_completion_engine_refuses(
     stack: RunningStack, n: int
 ) -> None:
     """T1: it refuses when the prompt engine has answered and holds its blocks under a lease."""
@@ -201,18 +209,21 @@ async def test_blocks_return_long_before_the_lease_ends_when_the_completion_engi
         await soon(lambda: holds_blocks(prompt), "the prompt is computed", 30.0)
         await call.refuse(429, "full", kind="rate_limit_error")
 
+    took_s = []
     async with proxy_before(prompt, completion) as url, httpx.AsyncClient(trust_env=False) as client:
-        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "n": n}
-        response = await client.post(url + "/v1/completions", json=body, timeout=60)
-        await soon(lambda: not holds_blocks(prompt), "the blocks are back", BACK_LIMIT_S)
-    assert response.status_code == 429
+        for _ in range(NUM_TRIES):
+            body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "n": n}
+            response = await client.post(url + "/v1/completions", json=body, timeout=60)
+            took_s.append(await seconds_until_blocks_are_back(prompt))
+            assert response.status_code == 429
+    assert min(took_s) < BACK_WITHIN_S
 
 
-async def test_blocks_return_long_before_the_lease_ends_when_the_client_leaves_between_the_legs(
+async def test_blocks_return_within_a_second_when_the_client_leaves_between_the_legs(
     stack: RunningStack,
 ) -> None:
     """T3, with a completion engine that accepts and never reads."""
-    prompt = stack.prompt
+    prompt, took_s = stack.prompt, []
 
     async def completion(call: Call) -> None:
         await call.accept()
@@ -220,8 +231,10 @@ async def test_blocks_return_long_before_the_lease_ends_when_the_client_leaves_b
 
     async with proxy_before(prompt, completion) as url, httpx.AsyncClient(trust_env=False) as client:
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "stream": True}
-        async with client.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
-            lines = response.aiter_lines()  # kept: a dropped one closes the connection
-            assert (await anext(lines)).startswith("data: ")
-            await soon(lambda: holds_blocks(prompt), "the prompt is computed", 30.0)
-        await soon(lambda: not holds_blocks(prompt), "the blocks are back", BACK_LIMIT_S)
+        for _ in range(NUM_TRIES):
+            async with client.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
+                lines = response.aiter_lines()  # kept: a dropped one closes the connection
+                assert (await anext(lines)).startswith("data: ")
+                await soon(lambda: holds_blocks(prompt), "the prompt is computed", 30.0)
+            took_s.append(await seconds_until_blocks_are_back(prompt))
+    assert min(took_s) < BACK_WITHIN_S
