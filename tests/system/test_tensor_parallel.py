@@ -52,7 +52,9 @@ def test_a_stream_outlives_the_loss_of_a_rank_and_the_engine_comes_back(stack: R
         eventually(lambda: stack.services["proxy"].metric(MIGRATIONS) > 0, "the stream goes on there", 120)
 
     assert Streams(stack, asks).run(kill, after_chunks=1) == undisturbed
-    assert "rank 1 of the engine has ended with code -9" in service.log_path.read_text()
+    log = service.log_path.read_text()
+    # The process has ended, or a rank that still runs has lost its connection: whichever is seen first.
+    assert "rank 1 of the engine has ended with code -9" in log or "a rank of --tp 3 is lost or silent" in log
     eventually(lambda: not second.is_running(), "the other rank has ended too")
     assert complete(stack, OTHER) == expected(OTHER)
     assert len(rank_processes(stack)) == 2
